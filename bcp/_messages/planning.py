@@ -1,4 +1,4 @@
-"""Messages of planning a save, a load and an export.
+"""Messages of planning a save and a load.
 
 Columns of numbers are little-endian bytes inside of a message, which numpy views. Two rows that every rank sends are
 no messages at all: its digests (64 bytes), and its flat intervals if it states nothing else. Rank 0 joins those of all
@@ -21,7 +21,6 @@ __all__ = [
     "CatalogueColumns",
     "Claim",
     "DifferingReplicas",
-    "FileNames",
     "Ints",
     "LoadAnswer",
     "LoadRequestColumns",
@@ -234,15 +233,6 @@ class Rate(Message, frozen=True, array_like=True, tag=False):
     """How fast a rank sends to other hosts; infinite if all ranks share its host."""
 
     bytes_per_second: Annotated[float, msgspec.Meta(gt=0)]
-
-
-# -- exports ----------------------------------------------------------------------------------
-
-
-class FileNames(Message, frozen=True):
-    """The small files that rank 0 writes at the end of an export."""
-
-    names: list[str]
 
 
 prepare(__name__, Claim)

@@ -1,4 +1,4 @@
-"""Messages of ranks that share the work of a tool: the findings of one rank, and of all of them together."""
+"""Messages of ranks that share the work of a tool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from bcp._messages.base import Count, Message, Rank, prepare
 
-__all__ = ["Compared", "Copied", "Counted", "Damage", "Examined", "ObjectSides", "ValueSides"]
+__all__ = ["Compared", "Copied", "Counted", "Damage", "Examined", "Imported", "LastNames", "ObjectSides", "ValueSides"]
 
 
 class Damage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
@@ -69,6 +69,20 @@ class Copied(Message, frozen=True):
 
     keys: tuple[str, ...]
     nbytes: Count  # of data files
+
+
+class LastNames(Message, frozen=True):
+    """The small files that rank 0 writes at the end of an export."""
+
+    names: tuple[str, ...]
+
+
+class Imported(Message, frozen=True):
+    """The checkpoint that an import without a copy has made."""
+
+    operation: str
+    tensors: Count
+    values: Count  # without tensors
 
 
 prepare(__name__)

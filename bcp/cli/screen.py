@@ -111,13 +111,16 @@ def said(text: str) -> None:
 
 
 def failed(error: BcpError) -> int:
-    """Print an error, and return its exit status. Of several ranks rank 0 prints, unless it has died."""
+    """Print an error with its notes, and return its exit status.
+
+    Of several ranks rank 0 prints. Rank 1 prints an error of rank 0, too: rank 0 may have died.
+    """
     distributed = sys.modules.get("torch.distributed")
     rank = 0
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         rank = distributed.get_rank()
-    if rank == 0 or (isinstance(error, PeerError) and error.rank == 0):
-        said(str(error))
+    if rank == int(isinstance(error, PeerError) and error.rank == 0):
+        said("\n".join([str(error), *getattr(error, "__notes__", ())]))
     return status_of(error)
 
 

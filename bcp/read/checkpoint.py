@@ -97,8 +97,12 @@ class AsyncCheckpoint(Facts):
         await self._place.opened.__aexit__(None, None, None)
 
     async def __aenter__(self) -> Self:
-        await self.open()
-        return self
+        try:
+            return await self.open()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.aclose()
+            raise
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()

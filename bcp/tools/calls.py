@@ -1,15 +1,16 @@
-"""The frame of a tool: storage that is opened for it, and a synchronous call of its coroutine."""
+"""The frame of a tool: a synchronous call of its coroutine, its progress, and the end of a failure."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from bcp._plain import plain
 from bcp.errors import BcpError
 from bcp.runtime import bridge as _bridge
 
-__all__ = ["Progress", "called", "counting", "ignore_progress"]
+__all__ = ["Progress", "called", "counting", "ignore_progress", "say_what_is_left"]
 
 T = TypeVar("T")
 
@@ -42,3 +43,18 @@ def called(function: Callable[[], Awaitable[T]], name: str) -> T:
         return _bridge.run(function, name=name)
     except BcpError as error:
         raise plain(error) from error.__cause__
+
+
+@contextmanager
+def say_what_is_left(error: BaseException, words: str) -> Iterator[None]:
+    """Note in an error that the clean-up after it has failed, too. The body is the clean-up.
+
+    Args:
+        error: the error that has ended the work.
+        words: say what may be left, and where.
+
+    """
+    try:
+        yield
+    except BcpError as failed:
+        error.add_note(f"{words}: {failed}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -20,15 +20,17 @@ from bcp.backends.small import get_small
 from bcp.errors import BcpError, CorruptError, ExistsError, InputError, StorageError
 from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of
 from bcp.format.receipt import decode_receipt, receipt_digest
-from bcp.options import timeout_of
+from bcp.options import LoadOptions, timeout_of
 from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
 from bcp.plan.layout import named_files
-from bcp.protocols import Coordinator, PartWriter, Version, at_once_of
+from bcp.protocols import Coordinator, PartWriter, Sweeper, Version, at_once_of
 from bcp.read.opening import read_metadata
 from bcp.read.receipts import file_of
+from bcp.read.replaced import say_if_replaced
+from bcp.read.source import Source
 from bcp.read.windows import Window, windows_of, wrong_block
 from bcp.runtime.threads import in_thread, in_thread_gc_paused
-from bcp.tools.calls import Progress, called, counting, ignore_progress
+from bcp.tools.calls import Progress, called, counting, ignore_progress, say_what_is_left
 from bcp.tools.sharing import Ranks, sharing
 
 __all__ = ["CopyResult", "acopy", "copy"]
@@ -145,17 +147,20 @@ async def acopy(
         copying = await ranks.agreed(opened(), str)
         await ranks.led("target", copying.check_target)
         try:
-            await copying.run()
+            async with say_if_replaced(copying.origin):
+                await copying.run()
             copied = await ranks.merged(Copied(tuple(copying.written), copying.nbytes), _joined)
             copying.is_whole = True
             await ranks.led("commit", lambda: copying.commit(copied.keys))
         except BaseException as error:
-            if isinstance(error, CorruptError):
-                await copying.say_if_replaced(error)
-            with anyio.CancelScope(shield=True):
+            with (
+                anyio.CancelScope(shield=True),
+                say_what_is_left(error, f"Files of the copy may be left in {copying.goal.path}"),
+            ):
                 await copying.undo()
             raise
-        await copying.sweep(copied.keys)
+        if ranks.rank == 0:
+            await copying.sweep(copied.keys)
     seconds = time.monotonic() - began
     return CopyResult(copying.goal.path, copying.operation, len(copied.keys) + 1, copied.nbytes, seconds)
 
@@ -165,10 +170,9 @@ class _Copying:
     """One rank's part of a copy.
 
     Attributes:
-        origin: the source.
+        origin: the open source.
         goal: the target.
-        data: the metadata of the source.
-        metadata: the same, decoded.
+        data: the metadata of the source, encoded.
         ranks: those that share the work.
         told: called with the bytes of each part.
         overwrite: whether a committed checkpoint may be replaced.
@@ -182,10 +186,9 @@ class _Copying:
         attempt: the request to commit, on rank 0, while its outcome is unknown: the files stay.
     """
 
-    origin: Place
+    origin: Source
     goal: Place
     data: bytes
-    metadata: Metadata
     ranks: Ranks
     told: Callable[[int], object]
     overwrite: bool
@@ -209,10 +212,16 @@ class _Copying:
                 "import) makes a copy of it with checksums"
             )
         total = -(-int(metadata.layout.file_nbytes.sum()) // ranks.world_size)  # headers are not counted
-        return cls(origin, goal, data, metadata, ranks, counting(progress, total), overwrite)
+        source = Source.of(origin.backend, origin.path, metadata, LoadOptions())
+        return cls(source, goal, data, ranks, counting(progress, total), overwrite)
 
     def __str__(self) -> str:
         return f"{self.origin.path} of operation {self.operation} to {self.goal.path}, overwrite={self.overwrite}"
+
+    @property
+    def metadata(self) -> Metadata:
+        """Metadata of the source."""
+        return self.origin.metadata
 
     @property
     def operation(self) -> str:
@@ -246,7 +255,8 @@ class _Copying:
         """Delete the files of older saves, and those that the save had before it was edited."""
         backend, dropped = self.goal.backend, sorted(set(self.known).difference(keys))
         with swept(self.goal.path, self.operation):
-            await delete_unnamed(backend, self.stale, by=self.operation)
+            if self.stale:
+                await delete_unnamed(backend, self.stale, by=self.operation)
             await delete_dropped(backend, dropped, by=self.operation)
 
     async def _files(self, chosen: Callable[[str], bool]) -> list[str]:
@@ -288,19 +298,14 @@ class _Copying:
         """
         if self.is_whole and self.ranks.rank:
             return
-        keys = self.written
-        if self.ranks.world_size > 1 and self.ranks.rank == 0:
-            keys = await self._files(lambda operation: operation in self.metadata.commit.operations)
-        await delete_unnamed(self.goal.backend, keys, self.attempt)
-
-    async def say_if_replaced(self, error: CorruptError) -> None:
-        """Add a note if a save has replaced the source meanwhile, and deleted its files."""
-        with suppress(BcpError):
-            winner = (await read_committed(self.origin.backend)).operation
-            if winner not in ("", self.operation):
-                error.add_note(
-                    f"Operation {winner} has replaced the checkpoint at {self.origin.path} meanwhile: copy again."
-                )
+        backend, operations = self.goal.backend, self.metadata.commit.operations
+        if self.ranks.rank or self.ranks.world_size == 1:
+            await delete_unnamed(backend, self.written, self.attempt)
+            return
+        await delete_unnamed(backend, await self._files(lambda operation: operation in operations), self.attempt)
+        if isinstance(backend, Sweeper):  # a rank may have died in a write
+            left = [each for each in await backend.unfinished() if operation_of(each.key) in operations]
+            await backend.discard(left)
 
     # -- the files -----------------------------------------------------------------------------------
 

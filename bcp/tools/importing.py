@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bcp._api import asave
+from bcp._messages.tools import Imported
 from bcp._text import shown
-from bcp.backends.place import Path, place_of
+from bcp.backends.place import Path, Place, place_of
 from bcp.errors import InputError
 from bcp.options import SaveOptions
-from bcp.protocols import Coordinator
+from bcp.protocols import Coordinator, ObjectKey
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.tools.calls import Progress, called, ignore_progress
 from bcp.tools.in_place import commit_in_place
 from bcp.tools.parts import KnownShards, Origin, Origins, plain_meta, shards_of
+from bcp.tools.sharing import sharing
 
 __all__ = ["ImportResult", "aimport_files", "import_files"]
 
@@ -88,11 +91,13 @@ def import_files(
     Raises:
         InputError: the source is a checkpoint of bcp: :func:`bcp.tools.copy` copies it. Or target and ``copy`` do not
             fit each other; or ``copy=False`` is to import one file, and no folder.
+            Or another rank has other arguments, or other files.
         NotACheckpointError: there are no files that bcp reads.
         CheckpointError: a value cannot be read; ``values=False`` leaves all values out.
         CorruptError: a file is damaged. Nothing is committed.
         ExistsError: a committed checkpoint is at the target, and ``overwrite`` is not set; or somebody else has
             committed there meanwhile.
+        PeerError: another rank failed. Nothing is committed.
         StorageError: storage failed, or the folder is read-only. Nothing is committed.
 
     Example:
@@ -134,38 +139,77 @@ async def aimport_files(
     progress: Progress = ignore_progress,
 ) -> ImportResult:
     """Do the same as :func:`import_files` from a coroutine."""
-    chosen = options or SaveOptions()
+    began, saving = time.monotonic(), options or SaveOptions()
     if not copy:
-        _check_in_place(target, chosen, target_options)
-        place = place_of(source, None, storage_options, chosen.retries)
-        replaces = overwrite or chosen.overwrite
-        async with place.opened:
-            made = await commit_in_place(
-                place, values=values, overwrite=replaces, options=chosen, coordinator=coordinator
-            )
-        return ImportResult(place.path, made.operation, made.tensors, made.values, 0, made.seconds)
-    if target is None:
-        raise InputError("pass a target for the copy, or copy=False to make a checkpoint of the folder itself")
-    began = time.monotonic()
+        return await _in_place(
+            source,
+            target,
+            saving,
+            storage_options,
+            target_options,
+            coordinator,
+            values=values,
+            overwrite=overwrite,
+        )
     if target_options is not None:
-        chosen = replace(chosen, storage_options=target_options)
-    async with AsyncCheckpoint(source, storage_options=storage_options) as ckpt:
-        if ckpt.metadata.foreign is None:
-            raise InputError(f"{ckpt.path} is a checkpoint of bcp: bcp.tools.copy (bcp cp) copies it")
-        objects = await ckpt.values() if values else {}
+        saving = replace(saving, storage_options=target_options)
+    async with AsyncExitStack() as stack:
+        async with sharing("import", coordinator, saving.timeout) as ranks:
+
+            async def opened() -> tuple[Path, AsyncCheckpoint, dict[ObjectKey, Any]]:
+                if target is None:
+                    raise InputError("pass a target for the copy, or copy=False to make the folder itself a checkpoint")
+                ckpt = await stack.enter_async_context(AsyncCheckpoint(source, storage_options=storage_options))
+                if ckpt.metadata.foreign is None:
+                    raise InputError(f"{ckpt.path} is a checkpoint of bcp: bcp.tools.copy (bcp cp) copies it")
+                return target, ckpt, dict(await ckpt.values()) if values else {}
+
+            goal, ckpt, objects = await ranks.agreed(
+                opened(), lambda made: f"{made[1].path} of operation {made[1].operation}, {values=}"
+            )
         tensors = ckpt.metadata.layout.tensors
         metas = [plain_meta(tensors[row]) for row in range(len(tensors))]
         places = {(meta.kind, meta.fqn): Origin(ckpt.source, row) for row, meta in enumerate(metas)}
         result = await asave(
-            target,
+            goal,
             {"model": {}, "optimizer": {}},
             framework=KnownShards("import", shards_of(metas, objects)),  # ranks divide replicas among themselves
             overwrite=overwrite or None,
-            options=Origins(places, progress, ckpt.nbytes).options(chosen),
+            options=Origins(places, progress, ckpt.nbytes).options(saving),
             coordinator=coordinator,
         )
     seconds = time.monotonic() - began
     return ImportResult(result.path, result.operation, len(ckpt.tensors), len(objects), result.nbytes, seconds)
+
+
+async def _in_place(
+    source: Path,
+    target: Path | None,
+    options: SaveOptions,
+    storage_options: Mapping[str, Any] | None,
+    target_options: Mapping[str, Any] | None,
+    coordinator: Coordinator | None,
+    *,
+    values: bool,
+    overwrite: bool,
+) -> ImportResult:
+    """Let rank 0 make a checkpoint of a folder; return the same figures on all ranks."""
+    began, overwrite = time.monotonic(), overwrite or options.overwrite
+    async with sharing("import without a copy", coordinator, options.timeout) as ranks, AsyncExitStack() as stack:
+
+        async def opened() -> Place:
+            _check_in_place(target, options, target_options)
+            place = place_of(source, None, storage_options, options.retries)
+            await stack.enter_async_context(place.opened)
+            return place
+
+        async def commit() -> bytes:
+            made = await commit_in_place(place, values=values, overwrite=overwrite, user=options.metadata)
+            return made.encode()
+
+        place = await ranks.agreed(opened(), lambda place: f"{place.path}, {values=}, {overwrite=}")
+        made = Imported.decode(await ranks.led("import", commit), 0)
+    return ImportResult(place.path, made.operation, made.tensors, made.values, 0, time.monotonic() - began)
 
 
 def _check_in_place(target: Path | None, options: SaveOptions, target_options: Mapping[str, Any] | None) -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 
-from bcp._agree import collective_operation, gather_broadcast
 from bcp._deletion import read_committed
+from bcp._messages.tools import Imported
 from bcp._version import __version__
 from bcp.backends.place import Place
-from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import BcpError, ExistsError, InputError, NotACheckpointError, StorageError
 from bcp.format.foreign_files import is_foreign
 from bcp.format.metadata import (
@@ -32,54 +29,29 @@ from bcp.format.metadata import (
     operation_of,
 )
 from bcp.interop.recognise import foreign_metadata
-from bcp.options import LoadOptions, SaveOptions
-from bcp.protocols import Coordinator, Version
+from bcp.options import LoadOptions
+from bcp.protocols import Version
 from bcp.read.objects import values_of
 from bcp.read.opening import read_metadata
 from bcp.read.source import Source
 from bcp.runtime.threads import in_thread_gc_paused
 
-__all__ = ["InPlace", "commit_in_place"]
+__all__ = ["commit_in_place"]
 
 
-@dataclass(frozen=True, slots=True)
-class InPlace:
-    """What an import without a copy has committed.
+async def commit_in_place(place: Place, *, values: bool, overwrite: bool, user: Mapping[str, Any]) -> Imported:
+    """Write ``metadata.arrow`` into a folder of another library.
 
-    Attributes:
-        operation: its id.
-        tensors: number of tensors.
-        values: number of values that are no tensors.
-        seconds: how long it took.
+    Args:
+        place: the folder.
+        values: take over the values that are not tensors.
+        overwrite: replace the metadata of an older import.
+        user: the user metadata of the checkpoint.
+
+    Raises:
+        As :func:`bcp.tools.import_files`.
+
     """
-
-    operation: str
-    tensors: int
-    values: int
-    seconds: float
-
-
-async def commit_in_place(
-    place: Place, *, values: bool, overwrite: bool, options: SaveOptions, coordinator: Coordinator | None
-) -> InPlace:
-    """Let rank 0 write ``metadata.arrow`` into a folder of another library; all ranks learn the outcome.
-
-    Raises as :func:`bcp.tools.import_files`.
-    """
-    began, ranks = time.monotonic(), coordinator_for(coordinator)
-
-    async def answer(_: Sequence[bytes]) -> bytes:
-        return json.dumps(await _committed(place, values=values, overwrite=overwrite, user=options.metadata)).encode()
-
-    does = f"import of {place.path} without a copy with world_size={ranks.world_size}"
-    async with collective_operation(ranks.begin(does, options.timeout)) as agreement:
-        data = await gather_broadcast(agreement, "import", ranks.rank, b"", answer)
-    operation, tensors, objects = json.loads(data)
-    return InPlace(operation, tensors, objects, time.monotonic() - began)
-
-
-async def _committed(place: Place, *, values: bool, overwrite: bool, user: Mapping[str, Any]) -> tuple[str, int, int]:
-    """Commit; return the operation, and the numbers of tensors and values."""
     version = await place.backend.version(METADATA_KEY)
     data = await _contents(place, version, overwrite=overwrite)
     where = f"{place.path}/{METADATA_KEY}"
@@ -92,7 +64,7 @@ async def _committed(place: Place, *, values: bool, overwrite: bool, user: Mappi
     stored = await in_thread_gc_paused(_stored, found, user)
     metadata = await in_thread_gc_paused(decode_metadata, stored, where)  # proves that it can be opened
     await _put(place, stored, version)
-    return metadata.commit.operation, len(metadata.layout.tensors), len(metadata.layout.objects)
+    return Imported(metadata.commit.operation, len(metadata.layout.tensors), len(metadata.layout.objects))
 
 
 async def _contents(place: Place, version: Version | None, *, overwrite: bool) -> bytes:

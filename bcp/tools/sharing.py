@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -85,14 +85,13 @@ class Ranks:
 
         return type(own).decode(await self._gather("done", own.encode(), decide), 0)
 
-    async def led(self, step: str, action: Callable[[], Awaitable[object]]) -> None:
-        """Let rank 0 alone act, once all ranks are here; all ranks wait for it, and raise its error."""
+    async def led(self, step: str, action: Callable[[], Awaitable[bytes | None]]) -> bytes:
+        """Let rank 0 alone act, once all ranks are here; all ranks wait, and return its answer or raise its error."""
 
         async def decide(_: Sequence[bytes]) -> bytes:
-            await action()
-            return b""
+            return await action() or b""
 
-        await self._gather(step, b"", decide)
+        return await self._gather(step, b"", decide)
 
     async def _gather(
         self, step: str, own: bytes | BcpError, decide: Callable[[Sequence[bytes]], Awaitable[bytes]]
@@ -108,20 +107,28 @@ def _text(message: bytes) -> str:
     return message.decode(errors="backslashreplace")
 
 
-@asynccontextmanager
-async def sharing(tool: str, given: Coordinator | None, timeout: float) -> AsyncIterator[Ranks]:  # noqa: ASYNC109 -- of silence
-    """Take this rank's place in a tool's work.
+def sharing(tool: str, given: Coordinator | None, timeout: float) -> AbstractAsyncContextManager[Ranks]:
+    """Take this rank's place among the operations of all ranks, at once; the work is the body of the context.
 
     Args:
         tool: name of the tool, the same on all ranks.
         given: the coordinator of the caller; None for the ranks of this job.
         timeout: seconds that a rank may be silent.
 
+    Raises:
+        InputError: ``given`` is no coordinator; or a launcher has started several ranks without a process group.
+
     """
     if given is None and "torch.distributed" not in sys.modules and os.environ.get("WORLD_SIZE", "1") in ("", "1"):
-        yield Ranks(tool)  # there is no job, and torch need not be imported to learn it
-        return
+        return nullcontext(Ranks(tool))  # there is no job, and torch need not be imported to learn it
     ranks: Coordinator = imported("bcp.coordinators").coordinator(given)
     operation = ranks.begin(f"{tool} with world_size={ranks.world_size}", timeout)
+    return _shared(tool, ranks, operation)
+
+
+@asynccontextmanager
+async def _shared(
+    tool: str, ranks: Coordinator, operation: AbstractAsyncContextManager[Agreement]
+) -> AsyncIterator[Ranks]:
     async with collective_operation(operation) as agreement:
         yield Ranks(tool, ranks.rank, ranks.world_size, agreement)

@@ -19,6 +19,7 @@ from torch import distributed
 import bcp
 from bcp.__main__ import main
 from bcp.cli import COMMANDS
+from bcp.cli.screen import failed
 
 FACTS = {"git": "4f1c9e2", "note": "\x1b[31mred"}
 
@@ -46,6 +47,23 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> st
 
 def data(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> Any:
     return json.loads(said(capsys, *words, "--json", status=status))
+
+
+def test_an_error_is_printed_with_its_notes_by_one_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = bcp.CorruptError("model/a is missing; restore it")
+    error.add_note("Operation b has replaced the checkpoint")
+    assert failed(error) == 1
+    assert capsys.readouterr().err == "bcp: model/a is missing; restore it\nOperation b has replaced the checkpoint\n"
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    printed = {}
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "get_rank", lambda rank=rank: rank)
+        for blamed in range(2):
+            failed(bcp.PeerError(blamed, "died"))
+            printed[rank, blamed] = bool(capsys.readouterr().err)
+    assert [key for key, is_printed in printed.items() if is_printed] == [(0, 1), (1, 0)]
 
 
 @pytest.mark.usefixtures("run")

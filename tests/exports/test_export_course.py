@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend
 from bcp.backends.objects import ObjectBackend
+from bcp.coordinators import SoloCoordinator
 from bcp.errors import ExistsError, InputError, PeerError
 from bcp.testing.storage_fakes import CountingBackend
 
@@ -93,7 +96,10 @@ def test_other_arguments_on_another_rank(path: Path, tmp_path: Path) -> None:
         return await bcp.tools.aexport_hf(path, tmp_path / "hf", shard_bytes=400 + 400 * rank, coordinator=ranks)
 
     errors = on_ranks(2, call)
-    assert all(isinstance(error, InputError) and "other files" in str(error) for error in errors)
+    assert all(isinstance(error, InputError) for error in errors)
+    for rank, files in ((1, 4), (0, 7)):
+        words = f"rank {rank} (has )?{path} of operation .* to {tmp_path}/hf, overwrite=False, {files} files with 2800 "
+        assert all(re.search(words, str(error)) for error in errors)
     assert not (tmp_path / "hf").exists()
 
 
@@ -110,8 +116,22 @@ def test_other_files_of_the_same_size_on_another_rank(given: list[Any], path: Pa
         return await bcp.tools.aexport_hf(path, tmp_path / "hf", shard_bytes=400, coordinator=ranks, **given[rank])
 
     errors = on_ranks(2, call)
-    assert all(isinstance(error, InputError) and "rank 1 has planned other files" in str(error) for error in errors)
+    assert all(isinstance(error, InputError) for error in errors)
+    digests = re.findall(r"with digest ([0-9a-f]+)", str(errors[0]))
+    assert len(digests) == len({*digests}) == 2
     assert not (tmp_path / "hf").exists()
+
+
+def test_an_export_takes_its_place_at_the_call(path: Path, tmp_path: Path) -> None:
+    threads = []
+
+    class Noting(SoloCoordinator):
+        def begin(self, operation: str, timeout: float) -> Any:
+            threads.append(threading.get_ident())
+            return super().begin(operation, timeout)
+
+    asyncio.run(bcp.tools.aexport_hf(path, tmp_path / "hf", coordinator=Noting()))
+    assert threads == [threading.get_ident()], "not on bcp's own loop, where a later call might come first"
 
 
 def test_another_save_on_another_rank(path: Path, tmp_path: Path) -> None:

@@ -125,6 +125,20 @@ def test_a_rank_that_cannot_write_ends_the_export_of_all(operation: str, rank_at
     assert asyncio.run(store.list()) == [], "nothing is left"
 
 
+def test_the_other_ranks_do_not_write_on(path: Path) -> None:
+    store = MemoryBackend("ended at once")
+
+    async def hang(_: str) -> None:
+        await anyio.sleep_forever()
+
+    async def call(rank: int, ranks: Any) -> Any:
+        target = FaultyBackend(store, "write_part", StorageError("full") if rank == 1 else hang)
+        return await bcp.tools.aexport_hf(path, target, shard_bytes=400, coordinator=ranks)
+
+    assert [type(error) for error in on_ranks(3, call)] == [PeerError, StorageError, PeerError]
+    assert contents(store) == {}
+
+
 # -- ranks that part -----------------------------------------------------------------------------------
 
 

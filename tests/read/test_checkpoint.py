@@ -22,7 +22,7 @@ from samples import sample
 from stranger import read_checkpoint
 
 import bcp
-from bcp.backends import LocalBackend, MemoryBackend
+from bcp.backends import LocalBackend, MemoryBackend, register
 from bcp.format.metadata import METADATA_KEY, decode_metadata, encode_layout, encode_metadata
 from bcp.runtime import bridge as _bridge
 from bcp.testing.storage_fakes import CountingBackend
@@ -412,6 +412,24 @@ async def _look(path: Path) -> None:
     assert opened.names() == ["w"]
     with pytest.raises(bcp.InputError, match="is not open"):
         _ = bcp.AsyncCheckpoint(path).operation
+
+
+def test_storage_is_let_go_of_if_there_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bcp.backends._factories", {})
+    closed = []
+
+    class Closing(MemoryBackend):
+        async def aclose(self) -> None:
+            closed.append(self)
+
+    async def look() -> None:
+        async with bcp.AsyncCheckpoint("closing://nothing/here"):
+            pass
+
+    register("closing", lambda _: Closing("closing"))
+    with pytest.raises(bcp.NotACheckpointError):
+        asyncio.run(look())
+    assert len(closed) == 1
 
 
 def test_a_coroutine_looks_into_it(tmp_path: Path) -> None:

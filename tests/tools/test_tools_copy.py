@@ -171,6 +171,20 @@ def test_a_source_that_is_replaced_meanwhile_is_said(tmp_path: Path) -> None:
     assert files(tmp_path / "b") == []
 
 
+def test_a_clean_up_that_fails_is_told(tmp_path: Path) -> None:
+    target = FaultyBackend(LocalBackend(tmp_path / "b"), "delete", StorageError("not allowed"))
+    with pytest.raises(StorageError, match="full") as caught:
+        bcp.tools.copy(saved(tmp_path / "a"), FaultyBackend(target, "put", StorageError("full")))
+    assert caught.value.__notes__ == ["Files of the copy may be left in FaultyBackend: not allowed"]
+
+
+def test_a_copy_is_made_if_older_files_cannot_be_deleted(tmp_path: Path) -> None:
+    source, target = saved(tmp_path / "a"), saved(tmp_path / "b", 2.0)
+    bcp.tools.copy(source, FaultyBackend(LocalBackend(target), "delete", StorageError("not allowed")), overwrite=True)
+    assert bcp.Checkpoint(target).operation == bcp.Checkpoint(source).operation
+    assert bcp.Checkpoint(target).verify()
+
+
 def test_any_backend_will_do(tmp_path: Path) -> None:
     source = saved(tmp_path / "a")
     try:

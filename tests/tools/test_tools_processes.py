@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -57,12 +58,24 @@ def test_commands_share_their_work_and_rank_0_prints(ranks4: Ranks, tmp_path: Pa
     assert not [path for path in (tmp_path / "three").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("victim", [1])
-def test_a_killed_rank_ends_a_copy_and_its_files_go(victim: int, tmp_path: Path) -> None:
+def killed(function: Callable[..., None], victim: int, folder: Path) -> list[Path]:
+    """Run a tool on three ranks, of which one is killed; return the files in the target."""
     server = meeting_place()
-    codes = ended(started(killed_copy.SIZE, killed_copy.copy, server.port, victim, tmp_path), 120)
+    codes = ended(started(killed_copy.SIZE, function, server.port, victim, folder), 120)
     assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(killed_copy.SIZE)]
     for rank in {0, 1, 2} - {victim}:
-        blamed, words = json.loads((tmp_path / str(rank)).read_text())
+        blamed, words = json.loads((folder / str(rank)).read_text())
         assert blamed == victim, words
-    assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
+    return [path for path in (folder / "b").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("function", [killed_copy.copy, killed_copy.copy_one, killed_copy.export])
+def test_a_killed_rank_ends_the_work_and_its_files_go(function: Callable[..., None], tmp_path: Path) -> None:
+    assert not killed(function, 1, tmp_path)
+
+
+def test_an_export_replaces_what_a_killed_rank_0_has_left(tmp_path: Path) -> None:
+    assert [path.suffix for path in killed(killed_copy.export, 0, tmp_path)] == [".bcp-tmp"]
+    result = bcp.tools.export_hf(tmp_path / "a", tmp_path / "b", overwrite=True)
+    assert result.files == ("model.safetensors",)
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["model.safetensors"]

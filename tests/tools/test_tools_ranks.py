@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from safetensors.torch import save_file
 from tasks import on_ranks
 
 import bcp
@@ -295,6 +296,8 @@ CALLS: Sequence[Call] = [
     lambda path, ranks: bcp.tools.averify(path, coordinator=ranks),
     lambda path, ranks: bcp.tools.adiff(path, path, coordinator=ranks),
     lambda path, ranks: bcp.tools.acopy(path, path.parent / "copy", coordinator=ranks),
+    lambda path, ranks: bcp.tools.aexport_hf(path, path.parent / "copy", coordinator=ranks),
+    lambda path, ranks: bcp.tools.aexport_torch(path, path.parent / "copy" / "model.pt", coordinator=ranks),
 ]
 
 
@@ -320,6 +323,55 @@ def test_a_rank_without_the_checkpoint_is_named(tool: Call, tmp_path: Path) -> N
 def test_no_checkpoint_is_the_same_error_on_all_ranks(tool: Call, tmp_path: Path) -> None:
     errors = on_ranks(COUNT, lambda _, ranks: tool(tmp_path / "nothing", ranks))
     assert [type(error).__name__ for error in errors] == ["NotACheckpointError"] * COUNT
+
+
+def hub(folder: Path, count: int = 3) -> Path:
+    """Write a folder of another library."""
+    folder.mkdir()
+    save_file({"w": torch.ones(count)}, folder / "model.safetensors")
+    return folder
+
+
+IMPORTS: Sequence[Call] = [
+    lambda path, ranks: bcp.tools.aimport_files(path, copy=False, coordinator=ranks),
+    lambda path, ranks: bcp.tools.aimport_files(path, path.parent / "copy", coordinator=ranks),
+]
+
+
+@pytest.mark.parametrize("tool", IMPORTS)
+def test_imports_of_other_files_are_refused_on_all_ranks(tool: Call, tmp_path: Path) -> None:
+    paths = [hub(tmp_path / "a"), hub(tmp_path / "b")]
+    errors = on_ranks(2, lambda rank, ranks: tool(paths[rank], ranks))
+    assert [type(error) for error in errors] == [InputError] * 2
+    assert all(f"rank 1 has {paths[1]}" in str(error) and f"rank 0 {paths[0]}" in str(error) for error in errors)
+    assert files(tmp_path) == ["a/model.safetensors", "b/model.safetensors"]
+
+
+@pytest.mark.parametrize("at_fault", range(2))
+@pytest.mark.parametrize("copy", [False, True])
+def test_what_one_rank_cannot_import_no_rank_imports(copy: bool, at_fault: int, tmp_path: Path) -> None:  # noqa: FBT001 -- a case
+    path, target = hub(tmp_path / "a"), tmp_path / "b"
+
+    async def call(rank: int, ranks: Any) -> Any:
+        goal = target if copy != (rank == at_fault) else None
+        return await bcp.tools.aimport_files(path, goal, copy=copy, coordinator=ranks)
+
+    errors = on_ranks(2, call)
+    assert [type(error) for error in errors] == [InputError if rank == at_fault else PeerError for rank in range(2)]
+    assert files(tmp_path) == ["a/model.safetensors"]
+
+
+def test_ranks_that_see_other_files_under_one_path_are_told_so(tmp_path: Path) -> None:
+    backends = [LocalBackend(hub(tmp_path / str(count), count)) for count in (3, 4)]
+
+    async def call(rank: int, ranks: Any) -> Any:
+        return await bcp.tools.aimport_files(backends[rank], tmp_path / "copy", coordinator=ranks)
+
+    errors = on_ranks(2, call)
+    assert all(
+        isinstance(error, InputError) and "rank 1 has LocalBackend of operation" in str(error) for error in errors
+    )
+    assert not (tmp_path / "copy").exists()
 
 
 def test_a_target_in_the_way_is_told_to_all(tmp_path: Path) -> None:

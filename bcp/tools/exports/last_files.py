@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from bcp.backends.small import get_small
-from bcp.errors import BcpError
 from bcp.protocols import Backend, Buffer
 
-__all__ = ["LastFiles", "SmallFiles", "no_files", "say_what_is_left"]
+__all__ = ["LastFiles", "SmallFiles", "no_files"]
 
 SmallFiles = Sequence[tuple[str, bytes]]
 """Names and contents of files."""
@@ -24,32 +22,33 @@ class LastFiles:
     """Small files that rank 0 writes at the end. Until all of them are there, the older ones can come back.
 
     Attributes:
-        names: names of the files, known to all ranks.
         are_there: whether this rank has written all of them.
     """
 
-    def __init__(self, backend: Backend, names: Sequence[str], files: SmallFiles, *, may_replace: bool) -> None:
+    def __init__(self, backend: Backend, files: SmallFiles, *, may_replace: bool) -> None:
         """Note the files; nothing is written yet.
 
         Args:
             backend: the folder.
-            names: names of the files.
             files: the files; none on ranks that do not write them.
             may_replace: whether there may be older files under these names.
 
         """
-        self.names = tuple(names)
         self.are_there = False
         self._backend, self._files, self._may_replace = backend, files, may_replace
         self._older: dict[str, Buffer | None] = {}  # of each file whose write has begun
 
-    async def write(self, _: Sequence[bytes]) -> bytes:
-        """Write the files in order. The argument and the answer are those of a step that all ranks take."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the files, in order."""
+        return tuple(name for name, _ in self._files)
+
+    async def write(self) -> None:
+        """Write the files in order."""
         for name, data in self._files:
             self._older[name] = await self._find(name) if self._may_replace else None
             await self._backend.put(name, data)
         self.are_there = True
-        return b""
 
     async def undo(self) -> None:
         """Delete the files that were written, and put back the older ones."""
@@ -64,12 +63,3 @@ class LastFiles:
             return await get_small(self._backend, name)
         except FileNotFoundError:
             return None
-
-
-@contextmanager
-def say_what_is_left(error: BaseException, path: str) -> Iterator[None]:
-    """Note in an error that the clean-up after it has failed, too. The body is the clean-up."""
-    try:
-        yield
-    except BcpError as failed:
-        error.add_note(f"Files of the export may be left in {path}, and older ones may be missing: {failed}")

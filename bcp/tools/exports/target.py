@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from bcp.backends import LocalBackend
 from bcp.backends.keys import check_key
 from bcp.backends.place import Path, place_of
-from bcp.errors import CorruptError, ExistsError, InputError
+from bcp.errors import CorruptError, ExistsError, InputError, StorageError
 from bcp.format.metadata import METADATA_KEY
-from bcp.protocols import Backend
+from bcp.protocols import Backend, Sweeper
 from bcp.read.source import Source
 from bcp.runtime.threads import in_thread
 
@@ -44,7 +44,7 @@ class Target:
     async def make_room(self, keys: frozenset[str], source: Source, *, overwrite: bool) -> None:
         """Delete the older files of a folder with tensors, if the export may replace them.
 
-        Other files of the same names stay: they are replaced one by one at the end.
+        The remains of unfinished writes go, too. Other files of the same names stay: they are replaced at the end.
 
         Args:
             keys: names of the files of the export.
@@ -82,6 +82,24 @@ class Target:
             )
         if not self.is_file and (doomed := [key for key in old if self.is_mine(key)]):
             await self.backend.delete(doomed)
+        if not self.is_file and overwrite:
+            with suppress(StorageError):  # a store may not let everybody list them
+                await self.discard(keys)
+
+    async def discard(self, keys: Container[str]) -> None:
+        """Remove the remains of unfinished writes from a folder: a process that was killed has left them.
+
+        Args:
+            keys: names of the files of the export. Remains of other files with tensors go, too.
+
+        Raises:
+            StorageError: storage failed.
+
+        """
+        if isinstance(self.backend, Sweeper):
+            found = await self.backend.unfinished()
+            if left := [each for each in found if each.key in keys or self.is_mine(each.key)]:
+                await self.backend.discard(left)
 
     async def _is_folder(self, key: str) -> bool:
         """Whether a local folder is where a file shall be."""

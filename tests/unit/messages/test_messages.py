@@ -46,7 +46,6 @@ from bcp._messages.planning import (
     BlockRuns,
     CatalogueColumns,
     DifferingReplicas,
-    FileNames,
     LoadAnswer,
     LoadRequestColumns,
     Opened,
@@ -84,7 +83,17 @@ from bcp._messages.running import (
     Stop,
     Verdict,
 )
-from bcp._messages.tools import Compared, Copied, Counted, Damage, Examined, ObjectSides, ValueSides
+from bcp._messages.tools import (
+    Compared,
+    Copied,
+    Counted,
+    Damage,
+    Examined,
+    Imported,
+    LastNames,
+    ObjectSides,
+    ValueSides,
+)
 from bcp._save.leader import decode_written
 from bcp.coordinators.local import SoloCoordinator
 from bcp.data.worker import Line
@@ -147,7 +156,8 @@ EXAMPLES: list[Message] = [
     LoadAnswer(4, bytes(4), b"runs"),
     SharedRuns(3, 2, 4, b"columns"),
     Rate(math.inf),
-    FileNames(["config.json", "model.safetensors.index.json"]),
+    LastNames(("config.json", "model.safetensors.index.json")),
+    Imported("0123456789abcdef", 3, 2),
     Enclosure(128, 40),
     ReaderJob({"job": ArrayPlace(0, (70,), "|u1")}),
     Start({"units": ArrayPlace(0, (2, 2), "<i8"), "0 tokens": ArrayPlace(64, (0,), "<i8")}),
