@@ -128,6 +128,13 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
+def ranks3() -> Iterator[Ranks]:
+    """Three gloo processes, whose shards differ in size."""
+    with closing(Ranks(3)) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
     """Four gloo processes; the first test that uses them waits some seconds for their start."""
     with closing(Ranks(4)) as ranks:

@@ -13,7 +13,8 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from exported import assert_same, on_ranks
+from exported import assert_same
+from tasks import on_ranks
 
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend
