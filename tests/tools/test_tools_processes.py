@@ -57,9 +57,8 @@ def test_commands_share_their_work_and_rank_0_prints(ranks4: Ranks, tmp_path: Pa
     assert not [path for path in (tmp_path / "three").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("victim", [1])
-def test_a_killed_rank_ends_a_copy_and_its_files_go(victim: int, tmp_path: Path) -> None:
-    server = meeting_place()
+def test_a_killed_rank_ends_a_copy_and_its_files_go(tmp_path: Path) -> None:
+    server, victim = meeting_place(), 1
     codes = ended(started(killed_copy.SIZE, killed_copy.copy, server.port, victim, tmp_path), 120)
     assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(killed_copy.SIZE)]
     for rank in {0, 1, 2} - {victim}:
