@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import re
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,8 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from ranks import Ranks, forkserver, record_patiently
-from xdist.scheduler import LoadScopeScheduling
-from xdist.workermanage import WorkerController
+from sharing import ByFile, are_long
 
 pytest.register_assert_rewrite("gpu.scenarios")  # shared by tests/gpu and tests/device
 hypothesis.settings.register_profile("bcp", deadline=None, derandomize=True)
@@ -21,51 +19,11 @@ hypothesis.settings.register_profile("bcp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("bcp")
 
 
-TESTS = Path(__file__).parent
-FOLDERS = ("distributed", "frameworks")
-"""Folders whose tests need many ranks: starting these takes seconds and gigabytes."""
-
-BUSY = 2
-"""Processes of ``make test`` that run tests with ranks and whole jobs: as many as there are cores."""
-
 LONGEST = ("test_examples.py", "test_hdfs_faults.py", "test_torchrun.py", "test_run_stops.py", "test_chaos.py")
 """Files of ``make test-all`` that take minutes: they begin first."""
 
 MOST = 8
 """Cores that a run without ``-n`` takes at most: each process imports torch, in seconds and 300 MB."""
-
-
-class _ByFile(LoadScopeScheduling):
-    """Shares the tests between the processes of ``make test``: by file, or by folder where all need many ranks.
-
-    Each process starts ranks once at most. Tests with ranks wait for a part of their time, so a process more than cores
-    runs the other tests. On two cores the whole takes longer with two processes, and with four. Those of
-    ``make test-all`` wait for most of their time, and all have ranks.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        folder = Path(path).parent.name
-        return folder if folder in FOLDERS else path
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        if int(node.gateway.id.removeprefix("gw")) >= BUSY and not _are_long(self.config):
-            quiet = next((scope for scope in self.workqueue if not _has_ranks(scope)), None)
-            if quiet is None:
-                node.shutdown()
-                return
-            self.workqueue.move_to_end(quiet, last=False)
-        super()._assign_work_unit(node)
-
-
-def _are_long(config: pytest.Config) -> bool:
-    """Whether these are the tests of ``make test-all``."""
-    return bool(config.option.markexpr.startswith("long"))
-
-
-def _has_ranks(scope: str) -> bool:
-    """Whether tests of a folder or file start ranks, or jobs."""
-    return scope in FOLDERS or re.search(r"mark\.dist|torchrun", (TESTS.parent / scope).read_text()) is not None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -80,14 +38,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     paths = {Path(each.partition("::")[0]) for each in config.args}
     one_file = len(paths) == 1 and paths.pop().is_file()
     if not (one_file or option.usepdb or option.trace or option.capture == "no" or option.collectonly):
-        option.numprocesses = min(len(os.sched_getaffinity(0)), MOST) + 1 + _are_long(config)
+        option.numprocesses = min(len(os.sched_getaffinity(0)), MOST) + 1 + are_long(config)
 
 
 @pytest.hookimpl(optionalhook=True)  # with `-p no:xdist` there is no such hook
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
     """Let xdist use it, in the order of collection. By itself xdist puts files with few tests last, long ones too."""
     config.option.loadscopereorder = False
-    return _ByFile(config, log)
+    return ByFile(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -116,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: place[item.path])
         return
     long = {item.path for item in items if item.get_closest_marker("dist")}
-    items.sort(key=lambda item: (not (_are_long(config) and item.path.name in LONGEST), item.path not in long))
+    items.sort(key=lambda item: (not (are_long(config) and item.path.name in LONGEST), item.path not in long))
 
 
 def _multiply(item: pytest.Item, factor: int) -> None:
@@ -167,6 +125,13 @@ def _let_ranks_rest() -> Iterator[None]:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def ranks3() -> Iterator[Ranks]:
+    """Three gloo processes, whose shards differ in size."""
+    with closing(Ranks(3)) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

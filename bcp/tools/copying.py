@@ -17,7 +17,7 @@ from bcp._messages.tools import Copied
 from bcp._text import shown
 from bcp.backends.place import Path, Place, place_of
 from bcp.backends.small import get_small
-from bcp.errors import BcpError, CorruptError, ExistsError, InputError, StorageError
+from bcp.errors import CorruptError, ExistsError, InputError, StorageError
 from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of
 from bcp.format.receipt import decode_receipt, receipt_digest
 from bcp.options import LoadOptions, timeout_of

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from exported import assert_same, on_ranks
+from exported import assert_same
 from fake_store import FakeStore
 from safetensors.torch import load as loads
 from safetensors.torch import load_file, save_file
+from tasks import on_ranks
 
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend

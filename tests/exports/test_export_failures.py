@@ -13,7 +13,8 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from exported import assert_same, on_ranks
+from exported import assert_same
+from tasks import on_ranks
 
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend
@@ -53,11 +54,12 @@ def contents(store: MemoryBackend) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "export", [partial(bcp.tools.export_hf, shard_bytes=400), partial(bcp.tools.export_dcp, file_bytes=400)]
 )
-def test_a_failure_leaves_nothing(export: Callable[..., Any], operation: str, nth: int, path: Path) -> None:
-    target = FaultyBackend(MemoryBackend("failing"), operation, StorageError("full"), nth=nth)
+def test_a_failure_leaves_nothing(
+    export: Callable[..., Any], operation: str, nth: int, path: Path, store: MemoryBackend
+) -> None:
     with pytest.raises(StorageError, match="full"):
-        export(path, target)
-    assert asyncio.run(target.inner.list()) == []
+        export(path, FaultyBackend(store, operation, StorageError("full"), nth=nth))
+    assert contents(store) == {}
 
 
 def test_a_damaged_checkpoint_is_not_exported(path: Path, tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_no_checkpoint_is_no_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_a_cancelled_export_leaves_nothing(is_open: bool, path: Path) -> None:  # noqa: FBT001 -- a parameter
+def test_a_cancelled_export_leaves_nothing(is_open: bool, path: Path, store: MemoryBackend) -> None:  # noqa: FBT001 -- a parameter
     async def run() -> None:
         loop, reached = asyncio.get_running_loop(), asyncio.Event()
 
@@ -97,7 +99,7 @@ def test_a_cancelled_export_leaves_nothing(is_open: bool, path: Path) -> None:  
             loop.call_soon_threadsafe(reached.set)
             await anyio.sleep_forever()
 
-        target = FaultyBackend(MemoryBackend("cancelled"), "write_part", stop, nth=5)
+        target = FaultyBackend(store, "write_part", stop, nth=5)
         async with bcp.AsyncCheckpoint(path) as ckpt:
             source = ckpt if is_open else path
             exporting = asyncio.ensure_future(bcp.tools.aexport_hf(source, target, shard_bytes=400))
@@ -105,16 +107,16 @@ def test_a_cancelled_export_leaves_nothing(is_open: bool, path: Path) -> None:  
             exporting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await exporting
-        assert await target.inner.list() == []
 
     asyncio.run(run())
+    assert contents(store) == {}
 
 
 @pytest.mark.parametrize("operation", ["open_write", "write_part", "commit"])
 @pytest.mark.parametrize("rank_at_fault", range(3))
-def test_a_rank_that_cannot_write_ends_the_export_of_all(operation: str, rank_at_fault: int, path: Path) -> None:
-    store = MemoryBackend("shared by ranks")
-
+def test_a_rank_that_cannot_write_ends_the_export_of_all(
+    operation: str, rank_at_fault: int, path: Path, store: MemoryBackend
+) -> None:
     async def call(rank: int, ranks: Any) -> Any:
         target = FaultyBackend(store, operation, StorageError("full"), nth=1 if rank == rank_at_fault else 1000)
         return await bcp.tools.aexport_hf(path, target, shard_bytes=400, coordinator=ranks)
@@ -122,7 +124,7 @@ def test_a_rank_that_cannot_write_ends_the_export_of_all(operation: str, rank_at
     errors = on_ranks(3, call)
     assert all(isinstance(error, BcpError) and "full" in str(error) for error in errors)
     assert [isinstance(error, PeerError) for error in errors] == [rank != rank_at_fault for rank in range(3)]
-    assert asyncio.run(store.list()) == [], "nothing is left"
+    assert contents(store) == {}
 
 
 def test_the_other_ranks_do_not_write_on(path: Path) -> None:

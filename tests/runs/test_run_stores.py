@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,13 @@ import pytest
 import stored_run
 from forked import run_forked
 from servers.gcs import BUCKET, GcsServer
-from servers.s3 import S3Server, moto_server
+from servers.s3 import S3Server
 
 from bcp.backends import resolve
 from bcp.runs.folder import step_name
 
-pytest_plugins = ["servers.gcs_fixtures", "servers.hdfs_fixtures"]
+pytest_plugins = ["servers.gcs_fixtures", "servers.hdfs_fixtures", "servers.s3_fixtures"]
 STEPS, KILLED = 12, 8
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with moto_server() as running:
-        yield running
 
 
 def test_on_s3(server: S3Server) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,27 +24,22 @@ from round_trips import (
     load_rows,
     save_by_dcp,
     states_of,
+    store_at,
     through,
 )
 from safetensors.torch import load_file, save_file
 from samples import sample
 from servers.hdfs import MiniHdfs
-from servers.s3 import S3Server, moto_server
+from servers.s3 import S3Server
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
 import bcp
 from bcp.backends import resolve
 
-pytest_plugins = ["servers.hdfs_fixtures"]
+pytest_plugins = ["servers.hdfs_fixtures", "servers.s3_fixtures"]
 
 DATA = {"hub": "model.safetensors", "dcp": "__0_0.distcp"}
 """A file with tensors in each folder."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with moto_server() as running:
-        yield running
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -125,28 +118,12 @@ BOTH = ("model", "optimizer")
 NAMES = ("hub", "dcp", "one.pt")
 
 
-@pytest.fixture(scope="module")
-def ranks3() -> Iterator[Ranks]:
-    with closing(Ranks(3)) as ranks:
-        yield ranks
-
-
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(("peer", "size", "where"), sample(TRIPS, *KEPT))
 def test_a_round_trip(peer: str, size: int, where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     ranks = Alone() if size == 1 else request.getfixturevalue(f"ranks{size}")
     TRIP[peer](ranks, LAYOUTS[size], store_at(where, tmp_path / "store", request), tmp_path)
-
-
-def store_at(where: str, folder: Path, request: pytest.FixtureRequest) -> Store:
-    """Return an empty folder; its server starts with the first call."""
-    if where == "local":
-        return Store(str(folder))
-    if where == "hdfs":
-        return Store(request.getfixturevalue("url"))
-    server = request.getfixturevalue("server")
-    return Store(server.place(), server.options)
 
 
 def of_dcp(ranks: Any, layout: str, store: Store, folder: Path) -> None:

@@ -19,7 +19,7 @@ from fsspec.config import conf
 from left_over import without_recordings
 from patience import more_patient
 from servers.faults import Front, front_of
-from servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server, moto_server
+from servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 
 import bcp
 from bcp.backends.objects import ObjectBackend, RequestError
@@ -28,15 +28,10 @@ from bcp.errors import CorruptError, InputError, MissingExtraError, StorageError
 from bcp.protocols import Backend, Codec, RetryPolicy, Unfinished, folders_of
 from bcp.testing.backend_suite import BackendSuite
 
+pytest_plugins = ["servers.s3_fixtures"]
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
 QUICK = RetryPolicy(first_pause_seconds=1e-4, longest_pause_seconds=1e-3)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with moto_server() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,7 @@ from golden.cases import CASES
 from golden.expected import DATA, read
 from stranger import read_checkpoint
 
-from bcp.coordinators import memory_coordinators
-
-__all__ = [
-    "ODD",
-    "READABLE",
-    "assert_same",
-    "documented",
-    "folders",
-    "odd_states",
-    "on_ranks",
-    "same_bits",
-    "trained_states",
-]
+__all__ = ["ODD", "READABLE", "assert_same", "documented", "folders", "odd_states", "same_bits", "trained_states"]
 
 READABLE = [name for name, case in CASES.items() if not case.codecs and not case.tar and name != "values"]
 """Golden checkpoints without codecs that have tensors."""
@@ -80,13 +67,3 @@ def trained_states() -> dict[str, Any]:
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     return {"model": model, "optimizer": optimizer}
-
-
-def on_ranks(count: int, call: Callable[[int, Any], Awaitable[Any]]) -> list[Any]:
-    """Make the call on ranks that are tasks of one loop; return results or errors."""
-
-    async def run() -> list[Any]:
-        calls = [call(rank, ranks) for rank, ranks in enumerate(memory_coordinators(count))]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    return asyncio.run(run())

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from alike import alike_in_any_order
@@ -35,6 +36,7 @@ __all__ = [
     "load_rows",
     "save_by_dcp",
     "states_of",
+    "store_at",
     "through",
 ]
 
@@ -92,6 +94,16 @@ class Store:
 
         asyncio.run(copy())
         return folder / name
+
+
+def store_at(where: str, folder: Path, request: pytest.FixtureRequest) -> Store:
+    """Return an empty folder in local files, S3 or HDFS. A server starts with the first call."""
+    if where == "local":
+        return Store(str(folder))
+    if where == "hdfs":
+        return Store(request.getfixturevalue("url"))
+    server = request.getfixturevalue("server")
+    return Store(server.place(), server.options)
 
 
 def local_nbytes(*tensors: torch.Tensor) -> int:

@@ -222,7 +222,7 @@ def test_ranks_copy_shares(savers: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("operation", ["open_write", "write_part", "put"])
 @pytest.mark.parametrize("rank_at_fault", range(COUNT))
 def test_a_rank_that_cannot_write_ends_the_copy_of_all(operation: str, rank_at_fault: int, tmp_path: Path) -> None:
-    source, store = saved(tmp_path / "a", COUNT, {"w": torch.rand(3 << 18)}), MemoryBackend("copies of ranks")
+    source, store = saved(tmp_path / "a", COUNT, {"w": torch.rand(3 << 18)}), MemoryBackend(str(tmp_path))
 
     async def call(rank: int, ranks: Any) -> Any:
         target = FaultyBackend(store, operation, StorageError("full"), nth=1 if rank == rank_at_fault else 1000)
@@ -237,7 +237,7 @@ def test_a_rank_that_cannot_write_ends_the_copy_of_all(operation: str, rank_at_f
 
 def test_ranks_that_have_copied_wait_for_the_last_one(tmp_path: Path) -> None:
     """Two ranks are done when the third fails: rank 0 deletes their files."""
-    source, store = saved(tmp_path / "a", COUNT, {"w": torch.rand(3 << 18)}), MemoryBackend("copies of two ranks")
+    source, store = saved(tmp_path / "a", COUNT, {"w": torch.rand(3 << 18)}), MemoryBackend(str(tmp_path))
 
     async def fail_late(_: str) -> None:
         while sum(info.key.startswith("receipts/") for info in await store.list()) < COUNT - 1:  # noqa: ASYNC110 -- the store tells nobody
