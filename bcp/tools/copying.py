@@ -23,7 +23,7 @@ from bcp.format.receipt import decode_receipt, receipt_digest
 from bcp.options import LoadOptions, timeout_of
 from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
 from bcp.plan.layout import named_files
-from bcp.protocols import Coordinator, PartWriter, Sweeper, Version, at_once_of
+from bcp.protocols import Coordinator, PartWriter, Sweeper, Unfinished, Version, at_once_of
 from bcp.read.opening import read_metadata
 from bcp.read.receipts import file_of
 from bcp.read.replaced import say_if_replaced
@@ -302,10 +302,11 @@ class _Copying:
         if self.ranks.rank or self.ranks.world_size == 1:
             await delete_unnamed(backend, self.written, self.attempt)
             return
-        await delete_unnamed(backend, await self._files(lambda operation: operation in operations), self.attempt)
+        left: list[Unfinished] = []
         if isinstance(backend, Sweeper):  # a rank may have died in a write
             left = [each for each in await backend.unfinished() if operation_of(each.key) in operations]
-            await backend.discard(left)
+        keys = await self._files(lambda operation: operation in operations)
+        await delete_unnamed(backend, keys, self.attempt, unfinished=left)
 
     # -- the files -----------------------------------------------------------------------------------
 
