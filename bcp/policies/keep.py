@@ -23,6 +23,7 @@ __all__ = [
     "Latest",
     "Pinned",
     "as_keep_policy",
+    "best_of",
     "doomed",
 ]
 
@@ -232,10 +233,14 @@ class Best:
     def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
         """Return the steps of the best ones."""
         del now
+        return set(self.ranked(entries)[: self.n])
+
+    def ranked(self, entries: Sequence[Entry]) -> list[int]:
+        """Return the steps of all that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
         values = {entry.step: entry.metrics.get(self.metric, math.nan) for entry in entries}
         ranked = sorted((sign * value, -step) for step, value in values.items() if not math.isnan(value))
-        return {-step for _, step in ranked[: self.n]}
+        return [-step for _, step in ranked]
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +313,38 @@ class AnyKept:
     def kept(self, entries: Sequence[Entry], now: float) -> set[int]:
         """Return the steps that any of them keeps."""
         return {step for policy in self.policies for step in policy.kept(entries, now)}
+
+
+def best_of(policy: KeepPolicy, metric: str | None = None) -> Best:
+    """Return the one :class:`Best` that a policy is, or has in an :class:`AnyKept`.
+
+    Args:
+        policy: the policy.
+        metric: of the one to return; None for any.
+
+    Raises:
+        InputError: there is none, or several.
+
+    Example:
+        >>> best_of(AnyKept(3, Best("loss", 2)))
+        Best(metric='loss', n=2, mode='min')
+
+    """
+    found = [each for each in _parts(policy) if isinstance(each, Best) and metric in (None, each.metric)]
+    if len(found) == 1:
+        return found[0]
+    which = "" if metric is None else f" of {metric!r}"
+    if found:
+        names = ", ".join(repr(each.metric) for each in found)
+        raise InputError(f"the run keeps the best{which} by several policies, {names}: say metric=")
+    keep = f"bcp.policies.AnyKept(3, bcp.policies.Best({metric or 'loss'!r}))"
+    raise InputError(f"the run keeps the best{which} by no policy: pass keep={keep}")
+
+
+def _parts(policy: KeepPolicy) -> list[KeepPolicy]:
+    if isinstance(policy, AnyKept):
+        return [part for each in policy.policies for part in _parts(each)]
+    return [policy]
 
 
 def as_keep_policy(value: KeepPolicy | int) -> KeepPolicy:

@@ -15,11 +15,31 @@ from bcp.policies.keep import Entry
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
 
-__all__ = ["UNCOMMITTED", "Candidate", "Trust", "candidates"]
+__all__ = ["UNCOMMITTED", "Candidate", "Goal", "Trust", "candidates"]
 
 Trust = Literal["any", "verified"]
 
 UNCOMMITTED = "not committed, or partly deleted"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a resumption was asked for, as by :meth:`bcp.Run.resume`.
+
+    Attributes:
+        trust: which marks a checkpoint needs.
+        step: the only step to try; None for all.
+        fresh: no checkpoint is to be tried.
+    """
+
+    trust: Trust = "any"
+    step: int | None = None
+    fresh: bool = False
+
+    def __str__(self) -> str:
+        words = [] if self.trust == "any" else [f"trust={self.trust!r}"]
+        words += [] if self.step is None else [f"step={self.step}"]
+        return ", ".join([*words, "fresh=True"] if self.fresh else words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from bcp.errors import (
     StorageError,
     UncommittedError,
 )
-from bcp.policies.keep import Entry, KeepPolicy, doomed
+from bcp.policies.keep import Best, Entry, KeepPolicy, doomed
 from bcp.protocols import Unfinished
-from bcp.runs.candidates import UNCOMMITTED, Candidate, Trust, candidates
+from bcp.runs.candidates import UNCOMMITTED, Candidate, Goal, candidates
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
 from bcp.runs.resuming import Candidates, Choice, Resumed
@@ -32,6 +32,9 @@ End = Literal["finished", "preempted", "failed"]
 
 SHOWN = 10
 """Steps in a message."""
+
+ANY = Goal()
+"""The newest checkpoint, whatever its trust."""
 
 JUMP_SECONDS = 60.0
 """A host's clock that is further off was set: NTP slews smaller errors."""
@@ -109,21 +112,24 @@ class Keeper:
         ledger = self._folder.ledger
         return 0.0 if ledger is None else ledger.observed(self.hours()).observed_hours
 
-    async def candidates(self, run_id: str | None, trust: Trust, step: int | None = None) -> Candidates:
+    async def candidates(
+        self, run_id: str | None, goal: Goal = ANY, damaged: Mapping[str, str] | None = None
+    ) -> Candidates:
         """Take the folder for this life of the job, and return the checkpoints to try.
 
         Args:
             run_id: as for :class:`bcp.Run`.
-            trust: as for :meth:`bcp.Run.resume`.
-            step: the only step to try; None for all.
+            goal: as for :meth:`bcp.Run.resume`.
+            damaged: folders that this job has found damaged, with the reasons.
 
         Raises:
             RunTakenError: the folder belongs to another run.
-            NotACheckpointError: there is no checkpoint of ``step``; the folder was not taken.
-            UncommittedError: the checkpoint of ``step`` was never committed, or is partly deleted.
-            InputError: the marks are against ``step``.
+            NotACheckpointError: there is no checkpoint of the goal's step; the folder was not taken.
+            UncommittedError: that checkpoint was never committed, or is partly deleted.
+            InputError: the marks are against that step.
 
         """
+        step = goal.step
         if step is not None and step not in await self._folder.steps():
             there = _steps_there(self._folder)
             raise NotACheckpointError(f"{self._folder.url} has no checkpoint of step {step}; {there}")
@@ -131,11 +137,14 @@ class Keeper:
         self._clock = RunClock()
         self._clock.complain_of_future(max((entry.committed for entry in ledger.entries), default=0.0))
         self.began = time.monotonic()
-        listing = [candidate async for candidate in candidates(self._folder, ledger, trust)]
+        listing = [candidate async for candidate in candidates(self._folder, ledger, goal.trust)]
         self._there = {candidate.step for candidate in listing if candidate.reason != UNCOMMITTED}
         _tell_of_twins(listing)
         if step is not None:
-            listing = _only(step, listing, trust)
+            listing = _only(goal, step, listing)
+        if goal.fresh:
+            listing = [replace(each, reason=each.reason or _asked(goal)) for each in listing]
+        listing = [replace(each, reason=each.reason or (damaged or {}).get(each.name, "")) for each in listing]
         tried = [candidate for candidate in listing if not candidate.reason]
         others = [Choice(candidate.step, candidate.reason, candidate.name) for candidate in listing if candidate.reason]
         steps, names = [candidate.step for candidate in tried], [candidate.name for candidate in tried]
@@ -150,27 +159,26 @@ class Keeper:
         """
         await self._folder.steps()
 
-    async def resumed(self, resumed: Resumed, trust: Trust, step: int | None) -> None:
+    async def resumed(self, resumed: Resumed, goal: Goal) -> None:
         """Remember how the run came back, until the checkpoints that it was not resumed from are saved again.
 
         A checkpoint whose deletion had begun stays: the run was resumed from it. If none of the checkpoints was
-        trusted enough, none of them is deleted before a new one is verified. If the caller has asked for a step, newer
-        checkpoints are left behind with the next commit.
+        trusted enough, none of them is deleted before a new one is verified. If the caller has asked for a step, or to
+        begin anew, newer checkpoints are left behind with the next commit.
 
         Args:
             resumed: the outcome.
-            trust: as the caller asked for it.
-            step: that the caller asked for, or None.
+            goal: what the caller has asked for.
 
         """
         self._distrusted = {choice.step for choice in resumed.passed_over} - {resumed.step}
         if resumed.name:
             await self._folder.change(lambda ledger: ledger.staying(resumed.step, self._clock.now()))
-        elif trust == "verified":
+        elif goal.trust == "verified" and not goal.fresh:
             self._untouched = self._there
-        if step is not None:
-            self._left_behind = {newer for newer in self._there if newer > step}
-            self._went_back = f"the run went back to step {step}"
+        if goal.step is not None or goal.fresh:
+            self._left_behind = {newer for newer in self._there if newer > resumed.step}
+            self._went_back = "the run began anew" if goal.fresh else f"the run went back to step {goal.step}"
 
     async def committed(self, step: int, metrics: Mapping[str, float], live: Collection[int]) -> None:
         """Enter a checkpoint into the ledger, then delete older ones that the policy gives up.
@@ -292,6 +300,25 @@ class Keeper:
             self._tell_of_staying(step, name)
         (self._replaced.add if is_there else self._replaced.discard)(step)
         await self._doubt(step)
+
+    async def best(self, policy: Best) -> str:
+        """Return the name of the folder with the best checkpoint that is not suspect; "" if there is none.
+
+        Marks that others have stored count.
+
+        Raises:
+            FormatVersionError: a newer bcp has written the ledger.
+            StorageError: storage failed.
+
+        """
+        ledger = await self._folder.peek() or self._folder.ledger
+        await self._folder.steps()
+        entries = () if ledger is None else ledger.entries
+        for step in policy.ranked([entry for entry in entries if entry.trust != "suspect"]):
+            for name in self._folder.names_of(step):
+                if await self._folder.commit_of(name):
+                    return name
+        return ""
 
     def has(self, step: int) -> bool:
         """Say whether the ledger has a checkpoint of a step."""
@@ -430,13 +457,13 @@ def _tell_of_twins(listing: Sequence[Candidate]) -> None:
             log.warning("step %d has several folders: %s is tried first, and %s after it", step, names[0], others)
 
 
-def _only(step: int, listing: Sequence[Candidate], trust: Trust) -> list[Candidate]:
+def _only(goal: Goal, step: int, listing: Sequence[Candidate]) -> list[Candidate]:
     """Return the folders of one step to try, and newer ones as passed over. Who asks for a step may try a suspect one.
 
     Raises InputError or UncommittedError if no folder of the step is to be tried.
     """
     chosen = [candidate for candidate in listing if candidate.step == step]
-    if trust == "any":
+    if goal.trust == "any":
         for candidate in chosen:
             if candidate.is_marked:
                 log.warning("step %d is resumed from, though it is marked as %s", step, candidate.reason)
@@ -446,8 +473,11 @@ def _only(step: int, listing: Sequence[Candidate], trust: Trust) -> list[Candida
         message = f"the run cannot be resumed from step {step}: {reason}. Pass another step, or none"
         raise InputError(message) if any(candidate.is_marked for candidate in chosen) else UncommittedError(message)
     newer = [candidate for candidate in listing if candidate.step > step]
-    asked = f"resume(step={step}) was asked for"
-    return chosen + [replace(candidate, reason=candidate.reason or asked) for candidate in newer]
+    return chosen + [replace(candidate, reason=candidate.reason or _asked(Goal(step=step))) for candidate in newer]
+
+
+def _asked(goal: Goal) -> str:
+    return f"resume({goal}) was asked for"
 
 
 def _steps_there(folder: Folder) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from bcp._messages.running import Plan
 from bcp.protocols import Coordinator
@@ -19,7 +19,7 @@ from bcp.runs.calls import Body
 from bcp.runtime import bridge as _bridge
 from bcp.runtime.bridge import Background
 
-__all__ = ["Clock", "Plan", "Plans", "agreed", "horizon_of", "next_plan"]
+__all__ = ["Clock", "Plan", "Plans", "agreed", "horizon_of", "next_plan", "told"]
 
 
 class Clock:
@@ -154,11 +154,20 @@ class Plans:
             await self._asking.result()
 
 
-async def agreed(ranks: Coordinator, name: str, patience: float, answer: Callable[[], bool]) -> bool:
+async def told(ranks: Coordinator, name: str, patience: float, answer: Callable[[], Awaitable[bytes]]) -> bytes:
     """Return the answer of rank 0 on all ranks. Collective."""
 
     async def decide(_: Sequence[bytes]) -> bytes:
-        return b"yes" if answer() else b""
+        return await answer()
 
     async with ranks.begin(name, patience) as agreement:
-        return bool(await agreement.gather_broadcast("answer", b"", decide))
+        return await agreement.gather_broadcast("answer", b"", decide)
+
+
+async def agreed(ranks: Coordinator, name: str, patience: float, answer: Callable[[], bool]) -> bool:
+    """Do the same for yes or no."""
+
+    async def asked() -> bytes:
+        return b"yes" if answer() else b""
+
+    return bool(await told(ranks, name, patience, asked))

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
-from torch.distributed import Store
-
-from bcp._calls import load_call
 from bcp._log import log
+from bcp._messages.running import Durable
 from bcp._pending import Pending
-from bcp.backends import shown
-from bcp.errors import CorruptError, InputError, MismatchError, UncommittedError
-from bcp.events import LoadResult, SaveResult
+from bcp.errors import InputError
+from bcp.events import SaveResult
 from bcp.options import LoadOptions, SaveOptions, with_overrides
 from bcp.planners import Framework
 from bcp.policies.keep import KeepPolicy, as_keep_policy
@@ -24,30 +19,23 @@ from bcp.policies.save import Costs, SavePolicy, as_save_policy
 from bcp.protocols import Coordinator, States
 from bcp.runs.arguments import check_arguments, check_lazy, place_of
 from bcp.runs.calls import Body, adrive, drive
-from bcp.runs.candidates import Trust
-from bcp.runs.keeper import Keeper
 from bcp.runs.ledger import numbers
-from bcp.runs.marking import MarkedRun
-from bcp.runs.meetings import Meetings, meeting_place
 from bcp.runs.names import whole_step
-from bcp.runs.plans import Clock, agreed
+from bcp.runs.plans import Clock, agreed, told
 from bcp.runs.preemption import Preemption
-from bcp.runs.resuming import Resumed, resume
+from bcp.runs.resumable import ResumableRun
+from bcp.runs.resuming import Resumed
 from bcp.runs.saver import Saver
 from bcp.runs.saves import OnCommit, OnFailure, Saves, Standby, Watchdog, nothing
 from bcp.runs.schedule import Schedule
 from bcp.runs.states import RunStates
-from bcp.runs.words import lost_metadata
 from bcp.runtime.bridge import Background
 from bcp.runtime.threads import in_thread
 
 __all__ = ["Run"]
 
-ANSWER_SECONDS = 15.0
-"""Seconds for the other ranks to answer an alarm: half of torchrun's notice."""
 
-
-class Run(MarkedRun):
+class Run(ResumableRun):
     """A training job with its checkpoints in one folder, from its first step over all restarts to its last.
 
     The run resumes from the newest intact checkpoint, saves in the background by policy, and deletes checkpoints by
@@ -94,7 +82,8 @@ class Run(MarkedRun):
 
         Args:
             path: the run's folder: a directory or a URL.
-            states: as for :func:`bcp.save`. Random states are added unless there are some; they are loaded last.
+            states: as for :func:`bcp.save`. Random states are added unless there are some; they are loaded last. The
+                mapping is read at each save and load, so :meth:`resume` is early enough to fill it in.
             save: when to save (:mod:`bcp.policies`); a number is every so many steps. None leaves it to :meth:`save`.
             keep: which checkpoints to keep; a number is the newest so many.
             run_id: name of the job. A folder of another job is refused. None accepts the name in the folder.
@@ -118,12 +107,13 @@ class Run(MarkedRun):
             while_saving, standby_steps, tolerate, preemption, framework, on_commit=on_commit, on_failure=on_failure
         )
         self._url, self._framework, self._given = place_of(path), framework, coordinator
-        self._states, self._pid = RunStates(states), os.getpid()
+        self._given_states, self._states, self._pid = states, RunStates(states), os.getpid()
         self._keep = as_keep_policy(keep)
         self._run_id, self._standby_steps = run_id, standby_steps
         self._save_options = with_overrides(SaveOptions, save_options, {})
         self._load_options = with_overrides(LoadOptions, load_options, {})
-        check_lazy(self._save_options, states)
+        if states:  # else the caller fills them in before resume()
+            check_lazy(self._save_options, states)
         self._preemption = preemption if preemption is not None else Preemption()
         self._saves = Saves(self._housekeeping, on_commit, on_failure, tolerate, lambda: self._ranks.rank == 0)
         self._standby = Standby()
@@ -148,103 +138,7 @@ class Run(MarkedRun):
         )
         self._last: int | None = None
         self.resumed = Resumed()
-
-    # -- resume ------------------------------------------------------------------------------------
-
-    def resume(self, *, trust: Trust = "any", step: int | None = None) -> int:
-        """Load the newest committed checkpoint that loads, and return its step; 0 if there is none.
-
-        Call it once, before the first step. From then on the run listens for signals. Every committed folder with the
-        name of a step is tried, whoever wrote it: ``step-1000`` as well as ``step-00001000``, and links to folders.
-        ``resumed`` and a log line say which checkpoint was chosen, and why others were passed over.
-
-        Pass ``step`` to go back to an earlier checkpoint, whatever its mark. Newer checkpoints stay as they are until
-        the run commits its next one. Then they are marked as suspect, so that a restart goes on from the new ones;
-        verified ones are pinned besides. The policy deletes them as it deletes others.
-
-        A save replaces an old checkpoint of its step. A checkpoint that is pinned, verified, or spared as below stays:
-        the new one is saved into a folder beside it, with a warning.
-
-        Args:
-            trust: ``"any"``: all checkpoints but those that :meth:`mark` called suspect. ``"verified"``: only those
-                that it called verified. If there is none, the run begins anew. Then no policy deletes, and no save
-                replaces, a checkpoint from before until one of the new ones is verified.
-            step: resume from this step and no other; None for the newest.
-
-        Raises:
-            RunTakenError: the folder belongs to another run.
-            CorruptError: there are checkpoints, and all that were tried are damaged.
-            StorageError: no checkpoint loads, and one that cannot be read may be whole.
-            MismatchError: the states are not those of the checkpoint. Older checkpoints are not tried.
-            NotACheckpointError: there is no checkpoint of ``step``.
-            UncommittedError: the checkpoint of ``step`` is not committed.
-            InputError: the run was resumed already, is closed, or ``step`` is not verified and ``trust`` asks for it.
-
-        Example::
-
-            run.resume(step=12_000)  # before the loss rose
-
-        """
-        return drive(self._resume(trust, step), f"resume the run at {shown(self._url)}")
-
-    async def aresume(self, *, trust: Trust = "any", step: int | None = None) -> int:
-        """Do the same from a coroutine."""
-        return await adrive(self._resume(trust, step), f"resume the run at {shown(self._url)}")
-
-    def _resume(self, trust: Trust, step: int | None) -> Body[int]:
-        self._refuse_in_callback("resume")
-        if self._meetings is not None:
-            raise InputError("resume() was called already; make a new Run to resume again")
-        self._refuse_if_closed()
-        if trust not in ("any", "verified"):
-            raise InputError(f"trust={trust!r}: pass 'any' or 'verified'")
-        step = None if step is None else whole_step(step)
-        ranks, began = self._ranks, time.monotonic()
-        place = meeting_place(ranks.world_size)
-        if ranks.rank == 0 and self._keeper is None:  # else an earlier resume() has failed
-            self._keeper = Keeper(self._folder(), self._keep)
-        keeper = self._keeper
-        self.resumed = yield lambda: resume(
-            ranks,
-            f"resume the run at {shown(self._url)}",
-            self._load_options.timeout,
-            lambda: _of(keeper).candidates(self._run_id, trust, step),
-            self._load,
-            look=lambda: _of(keeper).look(),
-            exactly=step is not None,
-        )
-        if keeper is not None:
-            tell = log.warning if self.resumed.passed_over else log.info
-            tell("run at %s: %s", shown(self._url), self.resumed)
-            yield partial(keeper.resumed, self.resumed, trust, step)
-        self._saver.resumed(self.resumed)
-        self._begin_life(place, began)
-        return self.resumed.step
-
-    def _begin_life(self, place: Store | None, began: float) -> None:
-        """Listen for signals, and count steps from the loaded one on."""
-        step, life, ranks = self.resumed.step, self.resumed.life, self._ranks
-        rank, size, waits = ranks.rank, ranks.world_size, ANSWER_SECONDS
-        self._meetings = Meetings(rank, size, place, life, self._preemption, timeout=waits, on_alarm=self._alarmed)
-        self._clock.start(step, restart=time.monotonic() - began if step else 0.0)
-        self._saves.step = step or None
-        self._schedule.renew(ranks, step)
-
-    async def _load(self, step: int, name: str) -> LoadResult:
-        options = replace(self._load_options, step=step)
-        states = self._states.now()
-        call = load_call(f"{self._url}/{name}", states, self._framework, None, options, self._given)
-        try:
-            result = await call.run()
-        except UncommittedError as error:
-            if self._keeper is not None and self._keeper.has(step):
-                raise UncommittedError(lost_metadata(f"{shown(self._url)}/{name}")) from error
-            raise
-        except (CorruptError, MismatchError) as error:
-            error.add_note(f"in the load of {shown(self._url)}/{name}")
-            raise
-        self._states.take(states, tells=self._ranks.rank == 0)
-        return result
+        self._damaged = {}
 
     # -- save --------------------------------------------------------------------------------------
 
@@ -348,6 +242,47 @@ class Run(MarkedRun):
         if step == self._saves.step:
             return None
         return (yield from self._begun(step, metrics, stopping=stopping))
+
+    def committed(self) -> Sequence[int]:
+        """Return the steps that have become durable since the last call, oldest first; the same on all ranks.
+
+        For a trainer that tells others of a checkpoint in its own loop: writes a tracker file, or reports to a driver.
+        ``on_commit`` is called earlier, in a thread, and on each rank at another time.
+
+        The ranks agree only while a save is on its way that no call has returned; else it costs nothing. After
+        :meth:`close` it returns the last ones. A save that failed is never among them.
+
+        Raises:
+            InputError: :meth:`resume` was not called.
+
+        Example::
+
+            for done in run.committed():
+                if rank == 0:
+                    tracker.write_text(str(done))
+
+        """
+        return drive(self._committed(), "learn which steps are durable")
+
+    async def acommitted(self) -> Sequence[int]:
+        """Do the same from a coroutine."""
+        return await adrive(self._committed(), "learn which steps are durable")
+
+    def _committed(self) -> Body[Sequence[int]]:
+        self._refuse_in_callback("committed")
+        if self._is_over:  # all saves have ended, with the same outcome on all ranks
+            return self._saves.outcomes.taken(self._saves.outcomes.told())
+        _ = self._started
+        outcomes = self._saves.outcomes
+        if not outcomes.awaited:
+            return ()
+
+        async def answer() -> bytes:
+            return outcomes.told().encode()
+
+        name = f"learn which steps are durable after step {self._clock.step}"
+        told_by_0 = yield partial(told, self._ranks, name, self._patience, answer)
+        return outcomes.taken(Durable.decode(told_by_0, sender=0))
 
     @property
     def costs(self) -> Costs:
@@ -474,9 +409,3 @@ class Run(MarkedRun):
         if self._standby_steps is not None and self._meetings is not None:
             meetings = self._meetings
             self._watchdog = Watchdog(self._standby.release, lambda: meetings.deadline, self._saves.durable)
-
-
-def _of(keeper: Keeper | None) -> Keeper:
-    """Return the keeper, which rank 0 has."""
-    assert keeper is not None  # noqa: S101 -- called on rank 0 only
-    return keeper

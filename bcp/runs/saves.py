@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 
@@ -29,6 +29,7 @@ from bcp.errors import ExistsError, InputError, PeerError, RunTakenError
 from bcp.events import SaveResult
 from bcp.options import Graph, SaveOptions
 from bcp.pipeline import Stage
+from bcp.runs.outcomes import Outcomes
 from bcp.runtime import bridge as _bridge
 from bcp.runtime.bridge import Background
 from bcp.runtime.event_loop import words_of
@@ -37,6 +38,7 @@ from bcp.runtime.threads import in_thread
 
 __all__ = ["OnCommit", "OnFailure", "Saves", "Standby", "Watchdog", "nothing"]
 
+T = TypeVar("T")
 OnCommit = Callable[[int, SaveResult], object]
 OnFailure = Callable[[int, BaseException], object]
 
@@ -60,6 +62,7 @@ class Saves:
         begun: when it began, in monotonic seconds.
         stall: seconds for which the newest committed save held training back.
         durable: seconds from its call to its commit.
+        outcomes: the saves whose outcome the trainer has not asked for.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Saves:
         self._keeping: set[Background[None]] = set()
         self._order = anyio.Lock()
         self._taken: RunTakenError | None = None
+        self.outcomes = Outcomes()
         self.step: int | None = None
         self.begun: float | None = None
         self.stall = self.durable = 0.0
@@ -110,6 +114,7 @@ class Saves:
     def begin(self, step: int, call: SaveCall[SaveResult]) -> Background[SaveResult]:
         """Begin a save. The one before it has ended, and its outcome was taken."""
         self.step, self.begun, self._tolerated = step, time.monotonic(), None
+        self.outcomes.begun(step)
         self._newest = _bridge.start(partial(self._save, step, call), name=call.name)
         self._newest.progress = call.progress
         return self._newest
@@ -186,10 +191,10 @@ class Saves:
         for keeping in list(self._keeping):
             await keeping.ended()
 
-    async def between_keepings(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def between_keepings(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do work on the folder while no housekeeping is under way."""
         async with self._order:
-            await work()
+            return await work()
 
     async def _save(self, step: int, call: SaveCall[SaveResult], started: Callable[[], None]) -> SaveResult:
         """Save, begin the housekeeping, and call the callbacks."""
@@ -206,11 +211,13 @@ class Saves:
 
     async def failed(self, step: int, error: BaseException) -> None:
         """Call the user's callback for a failed save."""
+        self.outcomes.ended(step, is_durable=False)
         with anyio.CancelScope(shield=True):
             await self._tell(self._on_failure, step, error)
 
     async def committed(self, step: int, result: SaveResult) -> None:
         """Begin the housekeeping after a commit, and call the user's callback."""
+        self.outcomes.ended(step, is_durable=True)
         keeping = _bridge.start(lambda _: self._keep(step), name=f"housekeeping after step {step}")
         self._keeping = {background for background in self._keeping if not background.done()} | {keeping}
         await self._tell(self._on_commit, step, result)

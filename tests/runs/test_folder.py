@@ -542,7 +542,7 @@ async def test_remains_of_killed_writers_of_the_ledger_go_with_the_first_commit_
     other.parent.mkdir()
     other.write_bytes(b"of a save that is in flight")
     keeper = Keeper(Folder(LocalBackend(tmp_path), URL), Latest(3))
-    await keeper.candidates(None, "any")
+    await keeper.candidates(None)
     await save(LocalBackend(tmp_path), 20)
     await keeper.committed(20, {}, {20})
     assert names_in(tmp_path) == ["run.json", *map(step_name, (10, 20, 30))]
@@ -568,7 +568,7 @@ class Unlisted(CountingBackend):
 async def test_remains_that_cannot_be_listed_cost_no_retention(tmp_path: Path) -> None:
     backend = Unlisted(LocalBackend(tmp_path))
     keeper = Keeper(Folder(backend, URL), Latest(1))
-    await keeper.candidates(None, "any")
+    await keeper.candidates(None)
     for step in (10, 20, 30):  # the first list fails, and the next one is the last
         (tmp_path / f".run.json.{step:024}.bcp-tmp").write_bytes(b"half")
         await save(backend, step)
@@ -582,7 +582,7 @@ async def test_a_clock_that_is_set_during_a_run_deletes_nothing_and_is_told(
     memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch, days: float
 ) -> None:
     keeper = Keeper(Folder(memory, URL), LastDays(7))
-    await keeper.candidates(None, "any")
+    await keeper.candidates(None)
     hosts_time = time.time
     with captured_logs() as lines:
         for step in (10, 20, 30):
@@ -602,7 +602,7 @@ async def test_a_checkpoint_of_the_future_is_told(memory: MemoryBackend, monkeyp
     hosts_time = time.time
     monkeypatch.setattr(time, "time", lambda: hosts_time() - 86_400)
     with captured_logs() as lines:
-        await Keeper(Folder(memory, URL), LastDays(7)).candidates(None, "any")
+        await Keeper(Folder(memory, URL), LastDays(7)).candidates(None)
     assert any("committed 86" in line["event"] and "later than this host's time" in line["event"] for line in lines)
 
 
@@ -895,7 +895,7 @@ async def tell(backend: Backend, events: list[tuple[str, int, int]]) -> None:
 
 async def test_a_save_that_is_overtaken_by_the_standby_snapshot_stays(tmp_path: Path) -> None:
     keeper = Keeper(Folder(LocalBackend(tmp_path), URL), Latest(3))
-    await keeper.candidates(None, "any")
+    await keeper.candidates(None)
     (tmp_path / step_name(10)).mkdir()
     (tmp_path / step_name(10) / "half").write_bytes(b"of a save that is in flight")
     await save(LocalBackend(tmp_path), 20)
@@ -910,7 +910,7 @@ async def test_time_in_which_the_machine_was_suspended_counts(
     memory: MemoryBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keeper = Keeper(Folder(memory, URL), LastDays(7))
-    await keeper.candidates(None, "any")
+    await keeper.candidates(None)
     hosts_time, boot_time, days = time.time, time.clock_gettime, 3 * 86_400
     monkeypatch.setattr(time, "time", lambda: hosts_time() + days)
     monkeypatch.setattr(time, "clock_gettime", lambda clock: boot_time(clock) + days)

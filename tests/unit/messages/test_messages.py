@@ -77,6 +77,7 @@ from bcp._messages.running import (
     Candidates,
     Choice,
     Departure,
+    Durable,
     Outcome,
     Plan,
     Standing,
@@ -106,6 +107,7 @@ FINDING = Finding("reach", "cannot reach host h4", "look at the network", of_hos
 
 EXAMPLES: list[Message] = [
     Plan(15, saves=True),
+    Durable((10, 20), failed=(30,)),
     Candidates((30, 20), (Choice(40, "not committed"),), "a7c1"),
     Outcome("damaged", "CorruptError: bit-flipped"),
     Verdict(3, "rank 3: OSError"),
