@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import bcp
 
-_begun = 0
+_begun = count(1)
+"""Numbers of the saves of this process."""
 
 
 def save_options(**options: Any) -> bcp.SaveOptions:
-    """Return options whose save of number ``$HOLD_SAVE`` never gets to its upload, and says so in the file ``$HELD``."""
+    """Return options whose save of number ``$HOLD_SAVE`` stops before its upload, and makes the file ``$HELD``."""
 
     def edit(graph: bcp.extend.Graph) -> bcp.extend.Graph:
-        global _begun
-        _begun += 1
-        if _begun != int(os.environ.get("HOLD_SAVE", "0")):
+        if next(_begun) != int(os.environ.get("HOLD_SAVE", "0")):
             return graph
 
         def hold(part: Any) -> Any:
@@ -37,4 +38,5 @@ def save_options(**options: Any) -> bcp.SaveOptions:
 
 def report(**values: Any) -> None:
     """Print what the test compares. Floats keep all their digits."""
-    print("RESULT", json.dumps(values), flush=True)
+    sys.stdout.write(f"RESULT {json.dumps(values)}\n")
+    sys.stdout.flush()
