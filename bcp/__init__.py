@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from bcp.runs.preemption import Preemption
     from bcp.runs.run import Run
     from bcp.state.random_states import RngState
+    from bcp.state.trainable import trainable
     from bcp.state.units import prefetch_data_state
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "save_async",
     "telemetry",
     "tools",
+    "trainable",
     "wait_for_next",
 ]
 __all__ += errors.__all__
@@ -110,6 +112,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.runs.preemption": ["Preemption"],
             "bcp.runs.run": ["Run"],
             "bcp.state.random_states": ["RngState"],
+            "bcp.state.trainable": ["trainable"],
             "bcp.state.units": ["prefetch_data_state"],
             "bcp.telemetry": [],
             "bcp.testing": [],

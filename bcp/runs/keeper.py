@@ -140,11 +140,13 @@ class Keeper:
         listing = [candidate async for candidate in candidates(self._folder, ledger, goal.trust)]
         self._there = {candidate.step for candidate in listing if candidate.reason != UNCOMMITTED}
         _tell_of_twins(listing)
+        for at, each in enumerate(listing):
+            if damaged and each.name in damaged:
+                listing[at] = replace(each, reason=damaged[each.name], is_marked=False)
         if step is not None:
             listing = _only(goal, step, listing)
         if goal.fresh:
             listing = [replace(each, reason=each.reason or _asked(goal)) for each in listing]
-        listing = [replace(each, reason=each.reason or (damaged or {}).get(each.name, "")) for each in listing]
         tried = [candidate for candidate in listing if not candidate.reason]
         others = [Choice(candidate.step, candidate.reason, candidate.name) for candidate in listing if candidate.reason]
         steps, names = [candidate.step for candidate in tried], [candidate.name for candidate in tried]

@@ -225,6 +225,11 @@ class ResumableRun(MarkedRun):
         keeper = self._keeper
         list_them = partial(_of(keeper).candidates, self._run_id, goal, self._damaged) if keeper else _unasked
         found: Resumed = yield partial(self._tried, list_them, load, exactly=exactly)
+        if self._damaged and not found.name and not goal.fresh:  # as if they had been tried now
+            raise CorruptError(
+                f"none of the checkpoints at {shown(self._url)} can be loaded, and the run does not begin anew by "
+                f"itself: repair one, or pass fresh=True to resume(). {found}"
+            )
         return found
 
     async def _tried(self, candidates: Callable[[], Awaitable[Candidates]], load: Load, *, exactly: bool) -> Resumed:

@@ -114,6 +114,22 @@ def test_a_damaged_choice_raises_and_is_passed_over(tmp_path: Path) -> None:
     assert target["extra_states"]["epoch"] == 2
 
 
+@pytest.mark.parametrize("step", [None, 2])
+def test_the_only_checkpoint_is_damaged(tmp_path: Path, step: int | None) -> None:
+    saved(tmp_path, 2)
+    damage(tmp_path, 2, "model")
+    with bcp.Run(tmp_path, states(), save=None) as run:
+        assert run.choose({"epoch": 0}, step=step) == 2
+        with pytest.raises(bcp.CorruptError):
+            run.resume()
+        with pytest.raises(bcp.CheckpointError, match=r"step 2 passed over: CorruptError|step 2: .*CorruptError"):
+            run.choose({"epoch": 0}, step=step)
+        with pytest.raises(bcp.CheckpointError, match="CorruptError"):
+            run.resume(step=step)
+        assert run.resume(fresh=True) == 0
+        run.save(1)
+
+
 def test_damaged_small_states_are_passed_over(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     damage(tmp_path, 4, "extra_states")

@@ -1,0 +1,105 @@
+"""What the integrations share: checks of a trainer's methods and settings, and its own state in a checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import bcp
+
+__all__ = ["HostState", "check_methods", "check_settings", "step_of"]
+
+
+def check_methods(owner: type, methods: Mapping[str, Sequence[str]], package: str, version: str) -> None:
+    """Check that a trainer still has the methods that an integration replaces.
+
+    A renamed method would not be replaced, and nothing would be saved, without a word.
+
+    Args:
+        owner: class of the trainer.
+        methods: the first parameters of each method without ``self``, by its name.
+        package: of the trainer, as bcp names its integration.
+        version: of the package.
+
+    Raises:
+        InputError: the class lacks a method, or its parameters are others.
+
+    Example:
+        >>> check_methods(str, {"title": ()}, "builtins", "3")
+
+    """
+    for name, expected in methods.items():
+        method = getattr(owner, name, None)
+        found = None if method is None else list(inspect.signature(method).parameters)[1 : len(expected) + 1]
+        if found != list(expected):
+            there = "has no such method" if found is None else f"has the parameters ({', '.join(found)})"
+            raise bcp.InputError(
+                f"bcp replaces {owner.__name__}.{name}({', '.join(expected)}), and {package} {version} {there}: "
+                f"install a version that docs/integrations/{package}.md lists"
+            )
+
+
+def check_settings(refused: Mapping[str, tuple[object, str]]) -> None:
+    """Refuse settings of a trainer that would not be honoured.
+
+    Args:
+        refused: whether a setting is set, and why it does not go with bcp, by its name.
+
+    Raises:
+        InputError: one is set.
+
+    Example:
+        >>> check_settings({"save_only_model": (False, "a run resumes")})
+
+    """
+    for name, (is_set, why) in refused.items():
+        if is_set:
+            raise bcp.InputError(f"{name} does not go with bcp: {why}")
+
+
+def step_of(checkpoint: str, run: str, argument: str) -> int:
+    """Return the step of a checkpoint of a run, from its path.
+
+    Args:
+        checkpoint: its path.
+        run: the path of the run.
+        argument: of the trainer, for the message.
+
+    Raises:
+        InputError: it is no path of a checkpoint in the run.
+
+    Example:
+        >>> step_of("s3://bucket/run-7/step-00000200", "s3://bucket/run-7", "ckpt_path")
+        200
+
+    """
+    folder, _, name = checkpoint.rstrip("/").rpartition("/")
+    number = name.removeprefix("step-")
+    if not (name.startswith("step-") and number.isdecimal() and folder == run.rstrip("/")):
+        raise bcp.InputError(
+            f"{argument}={checkpoint!r} is no checkpoint of the run {run}: pass '{run}/step-00000100' or another one. "
+            "bcp.load reads weights from elsewhere, before training"
+        )
+    return int(number)
+
+
+class HostState:
+    """A trainer's own state as an extra state: it commits with the weights, and the trainer takes it back itself.
+
+    Attributes:
+        loaded: the state of the last load; None before the first.
+    """
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        """Remember how to read the state, at each save. It has plain values, as for ``states["extra_states"]``."""
+        self._read = read
+        self.loaded: Any = None
+
+    def state_dict(self) -> Any:
+        """Return the state as it is now."""
+        return self._read()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Keep a loaded state."""
+        self.loaded = state
