@@ -94,31 +94,59 @@ def kill_and_resume(case: Case, work: Path, *, points: int, jobs: int) -> list[K
             tool's output.
 
     """
+    job = ["benchmarks.chaos_job", "--out", "{out}", "--way", case.way]
+    name = "step" if case.way in RUNS else "ckpt"
+    ranks = ["--ranks", str(case.ranks), "--crash-rank", str(case.victim)]
+    return killed(job, work, name=name, modes=case.modes, points=points, jobs=jobs, ranks=ranks, victim=case.victim)
+
+
+def killed(
+    job: Sequence[str],
+    work: Path,
+    *,
+    name: str,
+    modes: Sequence[str],
+    points: int,
+    jobs: int,
+    ranks: Sequence[str] = (),
+    victim: int = 0,
+) -> list[Kill]:
+    """Run ckpt-chaos over a job.
+
+    Args:
+        job: module and arguments of the job, whose folder is ``{out}``.
+        work: as for :func:`kill_and_resume`, as are ``points`` and ``jobs``.
+        name: of the folders of checkpoints, before the step.
+        modes: some of :data:`MODES`.
+        points: see ``work``.
+        jobs: see ``work``.
+        ranks: arguments of ckpt-chaos for a job of several ranks.
+        victim: the rank that is killed.
+
+    """
     from ckpt_chaos.runner import rejudge  # noqa: PLC0415 -- of the extra dev
 
-    name = "step" if case.way in RUNS else "ckpt"
     command = [sys.executable, "-m", "ckpt_chaos", "run", "--work", str(work), "--fail-on", FAIL_ON]
     # sizes vary with the times in the files; a file that has its final name is whole
     command += ["--checkpoint-glob", f"{{out}}/{name}-*", "--ckpt-ignore-size", "--result-file", "{out}/digest"]
-    command += ["--step-regex", r"(?m)^resumed from step (\d+)", "--modes", ",".join(case.modes)]
-    command += ["--grace", str(GRACE), "--ranks", str(case.ranks), "--crash-rank", str(case.victim)]
-    command += ["--max-points", str(points), "--jobs", str(jobs), "--"]
-    command += [sys.executable, "-m", "benchmarks.chaos_job", "--out", "{out}", "--way", case.way]
+    command += ["--step-regex", r"(?m)^resumed from step (\d+)", "--modes", ",".join(modes)]
+    command += ["--grace", str(GRACE), *ranks, "--max-points", str(points), "--jobs", str(jobs), "--"]
+    command += [sys.executable, "-m", *job]
     # ckpt-chaos 0.1.8 arms the rank that --crash-rank names, but asks this variable, 0 by default, whether to crash it
-    env = {**os.environ, "CKPT_CHAOS_CRASH_RANK": str(case.victim), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "CKPT_CHAOS_CRASH_RANK": str(victim), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)  # noqa: S603 -- our own job
     control, *rows = rejudge(work) or [None]
     if done.returncode not in (0, 1) or control is None or control.verdict != "PASS":
-        raise RuntimeError(f"ckpt-chaos ended with {done.returncode} over {case}:\n{done.stdout}{done.stderr}")
+        raise RuntimeError(f"ckpt-chaos ended with {done.returncode} over {' '.join(job)}:\n{done.stdout}{done.stderr}")
     print(done.stdout, flush=True)
-    return [_kill(work / f"pt_{number:03d}", row.verdict, case) for number, row in enumerate(rows, 1)]
+    return [_kill(work / f"pt_{number:03d}", row.verdict, victim) for number, row in enumerate(rows, 1)]
 
 
-def _kill(folder: Path, verdict: str, case: Case) -> Kill:
+def _kill(folder: Path, verdict: str, victim: int) -> Kill:
     """Read the files of one kill point."""
     found = json.loads((folder / "result.json").read_text())
     event, mode = found["point"]
-    events = (folder / f"events.log.rank{case.victim}").read_text().count("\n")
+    events = (folder / f"events.log.rank{victim}").read_text().count("\n")
     if verdict == "PASS" and events < event:
         verdict = "UNREACHED"
     return Kill(event, mode, verdict, found["rc"], found["outcome"]["resumed_from_step"])
