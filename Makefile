@@ -27,6 +27,8 @@ BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
 SWEEP_STAMP := $(VENV)/.installed-sweep
 HOSTS := .venv-hosts
+# `make HOST_PINS= hosts` takes the newest versions instead.
+HOST_PINS := -c constraints-hosts.txt
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -124,10 +126,10 @@ $(SWEEP_STAMP): $(STAMP)
 	touch $@
 
 # Trainers need other versions of common packages than the rest, so they have an environment of their own.
-$(HOSTS)/.installed: pyproject.toml
+$(HOSTS)/.installed: pyproject.toml constraints-hosts.txt
 	$(PYTHON) -m venv $(HOSTS)
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[hosts]'
+	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check $(HOST_PINS) $(TORCH) -e '.[hosts]'
 	touch $@
 
 clean:  ## Remove everything that is made here, .venv included.
