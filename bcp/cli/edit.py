@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -70,9 +70,9 @@ def _wishes(
         raise click.UsageError("--rename and --replace cannot be combined; write one as the other, or edit twice")
     if text := next((text for text in rename if text.endswith("=")), ""):
         raise click.BadParameter(f"{text!r} has no new name behind '='; --drop leaves a tensor out")
-    renames: Any = dict(map(_pair, rename)) or [_pair(text) for text in replace] or None
-    dtypes = {pattern: _dtype(name) for pattern, name in map(_last_pair, cast)}
-    notes = {name: _value(text) for name, text in map(_pair, note)}
+    renames: Any = _once("--rename", map(_pair, rename)) or [_pair(text) for text in replace] or None
+    dtypes = {pattern: _dtype(name) for pattern, name in _once("--cast", map(_last_pair, cast)).items()}
+    notes = {name: _value(text) for name, text in _once("--note", map(_pair, note)).items()}
     options = storage_options or None
     return {"rename": renames, "cast": dtypes, "metadata": notes or None, "storage_options": options, **others}
 
@@ -80,6 +80,17 @@ def _wishes(
 def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     return _both(text, name, equals, value)
+
+
+def _once(option: str, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return a dict of pairs. Raises BadParameter for a name that comes twice."""
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if found.setdefault(name, value) != value:
+            raise click.BadParameter(
+                f"{option} has {name!r} twice, with {found[name]!r} and {value!r}; pass one of them"
+            )
+    return found
 
 
 def _last_pair(text: str) -> tuple[str, str]:
@@ -95,7 +106,7 @@ def _both(text: str, name: str, equals: str, value: str) -> tuple[str, str]:
 
 def _dtype(name: str) -> object:
     """Return torch's dtype of a name, as in ``bfloat16``."""
-    found = getattr(imported("torch"), name, None)
+    found = getattr(imported("torch"), name.removeprefix("torch."), None)
     if type(found).__name__ != "dtype":
         raise click.BadParameter(f"{name!r} is no dtype of torch, as bfloat16 and float32 are")
     return found

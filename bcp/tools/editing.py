@@ -180,7 +180,10 @@ async def aedit(
         changes = await in_thread_gc_paused(changes_of, editing.source, wishes)
         user = _user(editing.metadata.commit, metadata)
         if changes.is_none and user == editing.metadata.commit.user:
-            raise InputError(f"{place.path}: nothing would change; pass rename, drop, cast, add or metadata")
+            raise InputError(
+                f"{place.path}: nothing would change: no name fits, or names, dtypes and facts are those already; pass "
+                "another rename, drop, cast, add or metadata"
+            )
         async with say_if_replaced(editing.source):
             done = await editing.planned(changes) if dry_run else await editing.run(changes, user)
     return EditResult(
@@ -428,7 +431,8 @@ async def _opened(place: Place, options: SaveOptions, progress: Progress) -> _Ed
     metadata = await in_thread_gc_paused(decode_metadata, data, f"{place.path}/{METADATA_KEY}")
     if metadata.foreign is not None or version is None:
         raise InputError(
-            f"{place.path} was written by another library: bcp.tools.import_files (bcp import) makes a checkpoint of it"
+            f"{place.path} has the files of another library, which an edit leaves alone: bcp.tools.import_files with "
+            "a target (bcp import SOURCE TARGET) makes a checkpoint to edit"
         )
     commit = metadata.commit
     known = require_codecs(commit.codecs, options.codecs)

@@ -191,6 +191,9 @@ def _renamed(
             f"rename has names that the checkpoint's model lacks: {', '.join(sorted(unknown)[:SHOWN])}; `bcp show` "
             "lists the names"
         )
+    both = [name for name in rename if (MODEL, name) in dropped] if isinstance(rename, Mapping) else []
+    if both:
+        raise InputError(f"rename and drop have {both[0]!r}: pass it to one of them")
     if result.joined:
         name = result.joined[0][0].fqn
         raise InputError(

@@ -270,7 +270,18 @@ def test_edit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     )
     assert bcp.Checkpoint(path).names() == ["bias", "weight"]
     torch.save({"new": torch.ones(2)}, "new.pt")
-    wishes = ["--rename", "weight=w", "--cast", "*=bfloat16", "--add", "new.pt", "--note", "git=4f", "--note", "n=[1]"]
+    wishes = [
+        "--rename",
+        "weight=w",
+        "--cast",
+        "*=torch.bfloat16",
+        "--add",
+        "new.pt",
+        "--note",
+        "git=4f",
+        "--note",
+        "n=[1]",
+    ]
     deep = "[" * 20_000
     wishes += ["--note", f"deep={deep}"]
     found = data(capsys, "edit", "-y", path, *wishes)
@@ -293,7 +304,10 @@ def test_edit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
         ["-y", "--rename", "weight="],
         ["-y", "--rename", "weight=\udcff"],
         ["-y", "--rename", "weight=w", "--replace", "w=x"],
+        ["-y", "--rename", "weight=w", "--rename", "weight=x"],
+        ["-y", "--rename", "weight=w", "--drop", "weight"],
         ["-y", "--cast", "*=int9"],
+        ["-y", "--cast", "*=float16", "--cast", "*=bfloat16"],
         ["-y", "--cast", "*"],
         ["-y", "--drop", "nothing"],
         ["-y", "--add", "nowhere.pt"],
