@@ -92,10 +92,10 @@ def main() -> None:
     torch.manual_seed(5)
     kind = DataLoader if "plain" in ASKED else StatefulDataLoader
     loader = kind(data, batch_size=4 // WORLD, shuffle=ALONE and "still" not in ASKED)
-    after: Any = "validation" if "best" in ASKED else "step"
+    waits = "best" in ASKED
     keep = bcp.policies.AnyKept(1, bcp.policies.Best("val_loss")) if "best" in ASKED else asked("keep", 3)
     save = BcpCheckpoint(
-        FOLDER, save=asked("every", 4), keep=keep, after=after, save_options=save_options()
+        FOLDER, save=asked("every", 4), keep=keep, wait_for_validation=waits, save_options=save_options()
     )
     strategy = save.strategy(NAME, **({} if ALONE else {"process_group_backend": "gloo"}))
     trainer = Trainer(
@@ -121,7 +121,9 @@ def main() -> None:
     if "best" in ASKED:
         infos = bcp.Run(FOLDER, {}).list()
         values["metrics"] = {str(info.step): dict(info.metrics) for info in infos if info.committed}
-    tested = trainer.test(net, DataLoader(data, batch_size=32), bcp.latest(FOLDER), verbose=False) if "test" in ASKED else []
+    tested = (
+        trainer.test(net, DataLoader(data, batch_size=32), bcp.latest(FOLDER), verbose=False) if "test" in ASKED else []
+    )
     assert save.run is not None
     if trainer.global_rank == 0:
         report(
