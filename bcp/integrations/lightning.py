@@ -142,7 +142,7 @@ class BcpCheckpoint(Callback):
 
     def on_validation_end(self, *_: Any) -> None:
         if self._waits and self._trainer.state.fn == "fit" and not self._trainer.sanity_checking:
-            self._ended(saves=self._trainer.global_step > self._asked)
+            self._ended(saves=True)
 
     def on_train_end(self, _trainer: Any, _module: Any, error: BaseException | None = None, **_: Any) -> None:
         if self.run is not None:
@@ -176,7 +176,7 @@ class BcpCheckpoint(Callback):
 
     def _ended(self, *, saves: bool) -> None:
         run, step, trainer = self.run, self._trainer.global_step, self._trainer
-        if saves and run is not None:
+        if saves and run is not None and step > self._asked:  # else a user has saved it
             self._asked = step
             run.maybe_save(step, trainer.callback_metrics if self._waits else None)
         if run is not None and run.stopping(step):

@@ -35,7 +35,7 @@ class Seen:
 
 
 def main() -> None:
-    term = next((int(word.removeprefix("term=")) for word in ASKED if word.startswith("term=")), 0)
+    asked = {"term": 0, "every": 3} | {word.split("=")[0]: int(word.split("=")[1]) for word in ASKED}
     settings = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
     accelerator = Accelerator(cpu=True, dataloader_config=settings, gradient_accumulation_steps=2)
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def main() -> None:
     seen = Seen()
     accelerator.register_for_checkpointing(seen)
     torch.manual_seed(10 + accelerator.process_index)
-    run = bcp.integrations.accelerate.run(accelerator, FOLDER, save=3, keep=3, save_options=save_options())
+    run = bcp.integrations.accelerate.run(accelerator, FOLDER, save=asked["every"], keep=3, save_options=save_options())
     losses: dict[int, float] = {}
     with run:
         step = run.resume()
@@ -60,7 +60,7 @@ def main() -> None:
                     is_within = False
                     run.reapply_random_states()
                 step += 1
-                if step == term:
+                if step == asked["term"]:
                     os.kill(os.getpid(), signal.SIGTERM)
                 with accelerator.accumulate(body, head):
                     loss = (head(body(x)).squeeze(-1) - y).square().mean()
