@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import accelerate
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 import bcp
 
@@ -134,20 +134,24 @@ class _Loader:
 
     def __init__(self, loader: Any) -> None:
         self._loader, self._sampler = loader, loader.get_sampler()
+        self._has_seed = hasattr(self._sampler, "initial_seed")
 
     @property
     def is_exact(self) -> bool:
-        return hasattr(self._sampler, "initial_seed") or not isinstance(self._sampler, RandomSampler)
+        return self._has_seed or not isinstance(self._sampler, RandomSampler)
 
     def state_dict(self) -> dict[str, Any]:
         loader, state = self._loader, self._loader.state_dict()
         active = any(each is loader for each in loader.gradient_state.dataloader_references)
         is_over = active and state.get("_iterator_finished", False)  # the loop has the epoch's last batch
-        seed = getattr(self._sampler, "initial_seed", None)
-        return {"loader": state, "epoch": loader.iteration + is_over, "seed": seed}
+        seed = self._sampler.initial_seed if self._has_seed else None
+        return {"loader": state, "epoch": loader.iteration + int(is_over), "seed": seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["seed"] is not None:
+        if self._has_seed and state["seed"] is not None:
             self._sampler.initial_seed = state["seed"]
         self._loader.iteration = state["epoch"]
+        is_plain = self._has_seed or isinstance(self._sampler, SequentialSampler)
+        if is_plain and state["loader"].get("_iterator_finished") and not hasattr(self._loader.dataset, "state_dict"):
+            return  # an epoch begins as it always does: the state of one that is over would draw another random number
         self._loader.load_state_dict(state["loader"])

@@ -47,7 +47,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_all_that_is_registered(undistu
     largest = max((folder / "step-00000010").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
     largest.write_bytes(b"x" * largest.stat().st_size)
     resumed = ALONE.run(folder)
-    assert (resumed["resumed"], resumed["passed_over"]) == (6, 1)
+    assert (resumed["resumed"], resumed["passed_over"]) == (6, 2)  # 12 is not committed
     assert resumed["losses"] == later(undisturbed["losses"], 6)
     assert resumed["samples"] == undisturbed["samples"]
 
