@@ -152,6 +152,6 @@ class _Loader:
             self._sampler.initial_seed = state["seed"]
         self._loader.iteration = state["epoch"]
         is_plain = self._has_seed or isinstance(self._sampler, SequentialSampler)
-        if is_plain and state["loader"].get("_iterator_finished") and not hasattr(self._loader.dataset, "state_dict"):
-            return  # an epoch begins as it always does: the state of one that is over would draw another random number
-        self._loader.load_state_dict(state["loader"])
+        is_over = state["loader"].get("_iterator_finished") and not hasattr(self._loader.dataset, "state_dict")
+        # an epoch that has ended needs no state: the loader would draw a random number more
+        self._loader.load_state_dict({} if is_plain and is_over else state["loader"])
