@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -23,7 +24,8 @@ def main(folder: str, steps: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(torch.rand(64, 16), batch_size=8, shuffle=True)
+    samples: Any = torch.rand(64, 16)
+    loader: Any = DataLoader(samples, batch_size=8, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     with bcp.integrations.accelerate.run(accelerator, folder, save=5, keep=3) as run:

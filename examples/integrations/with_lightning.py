@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from bcp.integrations.lightning import BcpCheckpoint
 
 
-class Regression(LightningModule):
+class Regression(LightningModule):  # type: ignore[misc]
     """A tiny model."""
 
     def __init__(self) -> None:
