@@ -15,6 +15,7 @@ from host_side import report, save_options
 from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import bcp
@@ -81,7 +82,10 @@ def main() -> None:
     if "still" in ASKED:  # all batches are one: a position counts the samples of a rank, and has no meaning for others
         data = TensorDataset(*(tensor[:4].repeat(8, *[1] * (tensor.ndim - 1)) for tensor in data.tensors))
     torch.manual_seed(5)
-    loader = StatefulDataLoader(data, batch_size=4 // WORLD, shuffle=ALONE and "still" not in ASKED)
+    # Lightning would take a sampler that shuffles
+    part = DistributedSampler(data, WORLD, int(os.environ["RANK"]), shuffle=False) if WORLD > 1 else None
+    shuffle = None if part else "still" not in ASKED
+    loader = StatefulDataLoader(data, batch_size=4 // WORLD, shuffle=shuffle, sampler=part)
     save = BcpCheckpoint(FOLDER, save=4, keep=asked("keep", 3), save_options=save_options())
     strategy = save.strategy(NAME, **({} if ALONE else {"process_group_backend": "gloo"}))
     trainer = Trainer(
