@@ -35,7 +35,7 @@ class Seen:
 
 
 def main() -> None:
-    asked = {"term": 0, "every": 3} | {word.split("=")[0]: int(word.split("=")[1]) for word in ASKED}
+    asked = {"term": 0, "every": 4} | {word.split("=")[0]: int(word.split("=")[1]) for word in ASKED}
     settings = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
     accelerator = Accelerator(cpu=True, dataloader_config=settings, gradient_accumulation_steps=2)
     torch.manual_seed(0)
