@@ -1,0 +1,213 @@
+"""Checkpoints of bcp in torchtitan, by its extension point for checkpoint managers."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from importlib.metadata import version
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from torchtitan.components.checkpointer import LR_SCHEDULER, TRAIN_STATE, BaseCheckpointManager, ModelWrapper
+from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
+
+import bcp
+from bcp.data.adapters import PerReader
+
+__all__ = ["BcpCheckpointManager"]
+
+FIELDS = """enable folder interval initial_load_path initial_load_model_only initial_load_in_hf last_save_model_only
+    initial_load_in_hf_quantized last_save_in_hf export_dtype keep_latest_k load_step exclude_from_loading
+    enable_first_step_checkpoint create_seed_checkpoint load_only"""
+"""Fields of torchtitan 0.3, which are obeyed or refused."""
+SAVE_OPTIONS, LOAD_OPTIONS = partial(bcp.SaveOptions), partial(bcp.LoadOptions)  # torchtitan logs a class by its fields
+
+
+class BcpCheckpointManager(BaseCheckpointManager):
+    """The checkpoint manager of bcp for a torchtitan trainer.
+
+    Use it for a job that saves while it trains, stops in time, and resumes on any parallelism. A killed job resumes
+    from its newest intact checkpoint with equal weights, optimizer states, random states and position in the data.
+    After SIGTERM or SIGUSR1 all ranks save one step, and training ends. ``keep_latest_k`` counts commits. Every field
+    of torchtitan's config is obeyed, or refused by name before training starts.
+
+    Raises:
+        InputError: a field cannot be obeyed, or the installed torchtitan has other hooks than the tested one.
+
+    Example::
+
+        config = llama3_debugmodel()
+        config.checkpoint = BcpCheckpointManager.Config(enable=True, interval=100, keep_latest_k=3)
+
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """Torchtitan's settings of checkpoints, and those of bcp."""
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+        """``"disabled"`` waits for each save. The other two are alike: bcp stages in page-locked memory by itself."""
+        snapshot: Literal["eager", "lazy"] = "eager"
+        """``"lazy"`` copies the state while forward and backward run. The optimizer's next step waits for the copy."""
+        tolerate: int = 0
+        """Number of failed saves in a row that are logged, not raised."""
+        standby_steps: int | None = None
+        """Steps between snapshots in host memory, for a stop signal within a long step; see ``bcp.Run``."""
+        save_options: Annotated[Callable[..., bcp.SaveOptions], tyro.conf.Suppress] = SAVE_OPTIONS
+        """Makes the options of saves, as in ``functools.partial(bcp.SaveOptions, nice=10)``."""
+        load_options: Annotated[Callable[..., bcp.LoadOptions], tyro.conf.Suppress] = LOAD_OPTIONS
+        """Makes the options of loads, as in ``functools.partial(bcp.LoadOptions, storage_options=secrets)``."""
+        run: Annotated[Callable[..., bcp.Run], tyro.conf.Suppress] = bcp.Run
+        """Makes the run, as in ``functools.partial(bcp.Run, on_commit=tell)``."""
+
+    def __init__(
+        self, config: Config, *, dataloader: Any, model_parts: list[torch.nn.Module], optimizers: Any,
+        lr_schedulers: Any, states: dict[str, Any], sd_adapter: Any, base_folder: str = "",
+    ) -> None:  # fmt: skip
+        self.enable, self.save_future = config.enable, None
+        if not self.enable:
+            return
+        self.config, self._trainer, self._loader, self._adapter = config, states[TRAIN_STATE], dataloader, sd_adapter
+        self._models, self._excluded = list(model_parts), {*config.exclude_from_loading}
+        extra = {**states, LR_SCHEDULER: lr_schedulers}
+        self._states = {"model": self._models, "optimizer": list(optimizers.optimizers), "extra_states": extra}
+        if dataloader is not None:
+            own = hasattr(dataloader, "dp_world_size") and not isinstance(dataloader, bcp.extend.ShardedState)
+            reader = {"reader": dataloader.dp_rank, "readers": dataloader.dp_world_size} if own else {}
+            self._states["dataloader"] = PerReader(dataloader, **reader) if own else dataloader
+        self._check()
+        self.folder = filesystem.join(base_folder, config.folder)
+        keep = bcp.policies.Latest(config.keep_latest_k) if config.keep_latest_k else bcp.policies.Everything()
+        options = {"save_options": config.save_options(snapshot=config.snapshot), "load_options": config.load_options()}
+        options |= {"tolerate": config.tolerate, "standby_steps": config.standby_steps}
+        self._run = config.run(self.folder, self._states, save=None, keep=keep, **options)
+
+    def _load(self, step: int = -1) -> bool:
+        with self._without(self._excluded - {TRAIN_STATE}):  # a run counts on from the trainer's step
+            if self.config.load_only:  # a run would take the folder from the job that trains in it
+                options = self.config.load_options(record=False)
+                newest = bcp.latest(self.folder, storage_options=options.storage_options) if step < 0 else None
+                if path := filesystem.join(self.folder, f"step-{step:08d}") if step > 0 else newest:
+                    bcp.load(path, self._states, options=options)
+                return path is not None or self._begin(needs_seed=step == 0)
+            resumed = self._run.resume(step=step if step > 0 else None, fresh=step == 0)
+        if not resumed:
+            return self._begin(needs_seed=step == 0)
+        if self._loader is not None:
+            self._loader.state_dict()  # a StatefulDataLoader makes its iterator here, and draws a seed
+        self._run.reapply_random_states()
+        return True
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 -- torchtitan's hook
+        config, exports = self.config, last_step and self.config.last_save_model_only
+        if config.load_only:
+            return False
+        if exports or curr_step == 0:  # before the step is saved: a job that is killed meanwhile makes the step again
+            self._export(curr_step)
+        if curr_step == 0:
+            return True
+        is_first = curr_step == 1 and config.enable_first_step_checkpoint
+        self._run.maybe_save(curr_step)  # takes standby snapshots, and saves the step of a stop
+        if due := is_first or curr_step % config.interval == 0 or (last_step and not exports):
+            self.save_future = self._run.save(curr_step) or self.save_future
+        if self._run.should_stop(curr_step):  # the checkpoint of the step is durable
+            logger.info(f"bcp: training ends after step {curr_step}")
+            self._trainer.should_continue_training = lambda: False
+        if last_step or config.async_mode == "disabled":
+            self.maybe_wait_for_saving()
+        return due or exports
+
+    def _wait_for_saving(self) -> None:
+        pending, self.save_future = self.save_future, None
+        pending.wait()
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Do nothing: the optimizer's next step waits for a lazy snapshot by itself."""
+
+    def _close(self) -> None:
+        self._run.__exit__(*sys.exc_info())
+
+    def _begin(self, *, needs_seed: bool) -> bool:
+        """Begin a new run: from a seed, from the initial checkpoint, or from the trainer's own weights."""
+        config, model, options = self.config, {"model": self._models}, self.config.load_options(cast=True)
+        try:
+            bcp.load(filesystem.join(self.folder, "seed"), model, options=options)
+        except bcp.NotACheckpointError:
+            if needs_seed:
+                raise
+        else:
+            return True
+        if config.initial_load_in_hf:
+            self._load_hf(config.initial_load_path or self._adapter.hf_assets_path)
+        elif config.initial_load_path:
+            with self._without(self._excluded):
+                states = model if config.initial_load_model_only else self._states
+                bcp.load(config.initial_load_path, states, options=options)
+        return bool(config.initial_load_in_hf or config.initial_load_path)
+
+    def _load_hf(self, path: str) -> None:
+        """Load tensors in the names and shapes of Hugging Face, which torchtitan's adapter converts."""
+        model = ModelWrapper(self._models)
+        tensors = self._adapter.to_hf(model.state_dict())
+        result = bcp.load(path, {"model": tensors}, options=self.config.load_options(cast=True, strict=False))
+        if result.missing:
+            raise bcp.InputError(f"initial_load_in_hf: {path} lacks {result.missing}; pass a folder of this model")
+        model.load_state_dict(self._adapter.from_hf(tensors))
+
+    def _export(self, step: int) -> None:
+        """Save the model alone, in the dtype of exports; a seed at step 0."""
+        path = filesystem.join(self.folder, f"model-{step:08d}" if step else "seed")
+        dtype, in_hf = getattr(torch, self.config.export_dtype), step and self.config.last_save_in_hf
+        state = ModelWrapper(self._models).state_dict()
+        tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+        tensors = self._adapter.to_hf(tensors) if in_hf else tensors
+        bcp.save(path, {"model": tensors}, options=self.config.save_options(overwrite=True))
+        if in_hf:
+            bcp.tools.export_hf(path, f"{path}-hf", overwrite=True)
+
+    @contextmanager
+    def _without(self, names: set[str]) -> Iterator[None]:
+        """Leave states out of a load, and drop their values."""
+        everything, extra = dict(self._states), self._states["extra_states"]
+        for name in names & everything.keys():
+            del self._states[name]
+        self._states["extra_states"] = {name: state for name, state in extra.items() if name not in names}
+        try:
+            yield
+        finally:
+            self._states.update(everything)
+
+    def _check(self) -> None:
+        """Refuse a torchtitan with other hooks, and fields that cannot be obeyed."""
+        config, host, kinds = self.config, f"torchtitan {version('torchtitan')}", (BaseCheckpointManager, type(self))
+        for hook in ("_load", "_save", "_wait_for_saving", "_maybe_wait_for_staging", "_close"):
+            theirs, ours = ([*inspect.signature(getattr(kind, hook, lambda: 0)).parameters] for kind in kinds)
+            if theirs != ours:
+                raise bcp.InputError(f"{host} calls {hook}{theirs} of a manager, and bcp has {hook}{ours}; update bcp")
+        plain, states = BaseCheckpointManager.Config(), {*self._states, *self._states["extra_states"]}
+        states -= {"model", "extra_states"} | (set() if config.initial_load_path else {TRAIN_STATE})
+        bare = self._adapter is None and "this model has no adapter to Hugging Face"
+        stops = hasattr(self._trainer, "should_continue_training")
+        new = {field.name for field in fields(plain)} - {*FIELDS.split()}
+        remedies = {
+            name: getattr(config, name) != getattr(plain, name) and f"new in {host}; update bcp" for name in new
+        }
+        remedies |= {
+            "enable": not stops and f"the trainer of {host} has no should_continue_training() to end it",
+            "initial_load_in_hf": config.initial_load_in_hf and bare,
+            "last_save_in_hf": config.last_save_in_hf and bare,
+            "initial_load_in_hf_quantized": config.initial_load_in_hf_quantized and "convert the folder to bfloat16",
+            "load_step": config.load_step < -1 and "pass a step, or -1 for the newest checkpoint",
+            "create_seed_checkpoint": config.create_seed_checkpoint and config.load_only and "load_only saves nothing",
+            "tolerate": config.async_mode == "disabled" and config.tolerate > 0 and "set async_mode='async'",
+            "exclude_from_loading": not self._excluded <= states and f"pass some of {sorted(states)}",
+        }
+        for name, remedy in remedies.items():
+            if remedy:
+                raise bcp.InputError(f"checkpoint.{name}={getattr(config, name)!r}: {remedy}")
