@@ -1,7 +1,6 @@
 """A job of torchtitan's debug Llama on CPU and gloo: python titan_job.py MODE FOLDER ASKED.
 
-ASKED is a JSON object with fields of the checkpoint's config, and ``steps``, ``stop``, ``any_readers`` and ``finished``.
-The first part replaces what torchtitan asks of a GPU. bcp has no part in it.
+ASKED is a JSON object with fields of the checkpoint's config, and ``stop``, ``any_readers`` and ``finished``. The first part replaces what torchtitan asks of a GPU. bcp has no part in it.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ class Anything(types.ModuleType):
 
 KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 sys.modules[KERNELS] = Anything(KERNELS)
+
 
 class Device(types.ModuleType):
     """Answers for the module of an accelerator."""
@@ -179,11 +179,11 @@ def job(folder: str, asked: dict[str, Any]) -> Any:
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     config.tokenizer, config.dataloader, config.dump_folder = NoTokenizer.Config(), loader.Config(), folder
     config.training.local_batch_size, config.training.seq_len = 4 // ranks, 32
-    config.training.steps, config.training.disable_cuda_graphs = asked.pop("steps", 6), True
+    config.training.steps, config.training.disable_cuda_graphs = 6, True
     config.validator.enable, config.parallelism.spmd_backend = False, "partial_dtensor"
     config.lr_scheduler.total_steps = 6
     config.debug.seed, config.comm.trace_buf_size = 0, 0
-    config.hf_assets_path = asked.pop("assets", "")
+    config.hf_assets_path = ""
     fields = {"enable": True, "interval": 2, "last_save_model_only": False, "save_options": save_options, **asked}
     config.checkpoint = BcpCheckpointManager.Config(**fields)
     return config
@@ -214,8 +214,8 @@ class Managers:
 
     def make(self, folder: str, *, sd_adapter: Any = True, **fields: Any) -> BcpCheckpointManager:
         trainer = self.trainer
-        spec, assets = trainer.config.model_spec, fields.pop("assets", None)
-        adapter = spec.state_dict_adapter(trainer.model_config, assets) if sd_adapter else None
+        spec = trainer.config.model_spec
+        adapter = spec.state_dict_adapter(trainer.model_config, None) if sd_adapter else None
         config = BcpCheckpointManager.Config(**{"enable": True, "folder": folder, **fields})
         return config.build(
             dataloader=trainer.dataloader,
@@ -255,7 +255,7 @@ class Managers:
         return sum(float(p.full_tensor().double().square().sum()) for p in self.trainer.model_parts[0].parameters())
 
     def load(self, folder: str, step: int = -1, **fields: Any) -> list[Any]:
-        """Load into zeros. Return the answer, the norm of the weights, the trainer's step, and the optimizer's count."""
+        """Load into zeros. Return the answer, a sum over the weights, the trainer's step, and the optimizer's."""
         self.zero()
         self.trainer.step = 0
         for optimizer in self.trainer.optimizers.optimizers:
