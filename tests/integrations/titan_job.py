@@ -54,6 +54,7 @@ device.set_device = lambda _: None
 utils.device_type, utils.device_module = "cpu", device
 utils.get_local_device = lambda *_, **__: torch.device("cpu")
 
+from torchtitan.components.checkpointer import BaseCheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader  # noqa: E402 -- ask for the device
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.distributed import utils as distributed_utils  # noqa: E402
@@ -246,6 +247,36 @@ class Managers:
                 found[name] = str(error)
         return found
 
+    def seams(self) -> dict[str, str]:
+        """Return the errors for torchtitans that differ from the tested one."""
+        base, found = BaseCheckpointManager, {}
+        hook, trainer, config = base._save, type(self.trainer), base.Config
+        finish = trainer.should_continue_training
+
+        @dataclass(kw_only=True, slots=True)
+        class Newer(config):
+            replicas: int = 1
+
+        def refused(name: str, **fields: Any) -> None:
+            try:
+                self.make("refused", **fields)
+            except bcp.InputError as error:
+                found[name] = str(error)
+
+        del base._save
+        refused("hook")
+        base._save = lambda self, step, *, is_last: None
+        refused("parameters")
+        base._save = hook
+        del trainer.should_continue_training
+        refused("trainer")
+        trainer.should_continue_training = finish
+        base.Config = Newer
+        BcpCheckpointManager.Config.replicas = 2
+        refused("field")
+        base.Config = config
+        return found
+
     def zero(self) -> None:
         with torch.no_grad():
             for parameter in self.trainer.model_parts[0].parameters():
@@ -275,7 +306,6 @@ class Managers:
             "load_step": self.load(finished, 5, load_only=True),
             "hf": self.load("hf", initial_load_path=hf, initial_load_in_hf=True),
             "model": self.load("model", initial_load_path=last),
-            "export": self.load("export", initial_load_path=f"{finished}/model-00000006"),
             "everything": self.load("everything", **began),
             "excluded": self.load("excluded", exclude_from_loading=["optimizer", "train_state"], **began),
         }
@@ -284,8 +314,9 @@ class Managers:
         manager.save(0, last_step=True)
         manager.close()
         results["seed"] = self.load("seeded")
-        results["nothing"] = self.load("new")
-        return {"loads": results, "refusals": self.refusals(), "url": self.make("s3://bucket/run").folder}
+        results["new"] = self.load("new")
+        url = self.make("s3://bucket/run").folder
+        return {"loads": results, "refusals": self.refusals(), "seams": self.seams(), "url": url}
 
 
 def main(mode: str, folder: str, asked: dict[str, Any]) -> None:
