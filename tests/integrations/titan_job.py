@@ -1,6 +1,7 @@
 """A job of torchtitan's debug Llama on CPU and gloo: python titan_job.py MODE FOLDER ASKED.
 
-ASKED is a JSON object with fields of the checkpoint's config, and ``stop``, ``any_readers`` and ``finished``. The first part replaces what torchtitan asks of a GPU. bcp has no part in it.
+ASKED is a JSON object with fields of the checkpoint's config, and ``stop``, ``any_readers`` and ``finished``. The first
+part replaces what torchtitan asks of a GPU. bcp has no part in it.
 """
 
 from __future__ import annotations
@@ -69,15 +70,16 @@ plain = dist.ReduceOp.SUM  # gloo has no PREMUL_SUM
 collectives._get_gradient_divide_factors = lambda *_, **__: (None, None, plain, plain)
 distributed_utils.set_pg_timeouts = lambda *_, **__: None
 torch.set_num_threads(1)
-DROPOUT = 0.1
-"""Draws random numbers in each step, so that losses show the random states."""
 
 
-def forward(_: Any, q: Any, k: Any, v: Any, *, scale: Any = None, enable_gqa: bool = False, **__: Any) -> torch.Tensor:
-    """Stand for flex attention, which needs a GPU or a compiler."""
-    heads = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(*heads, is_causal=True, scale=scale, enable_gqa=enable_gqa, dropout_p=DROPOUT).transpose(1, 2)
+def attend(_: Any, *heads: Any, scale: Any = None, enable_gqa: bool = False, **__: Any) -> torch.Tensor:
+    """Stand for flex attention, which needs a GPU or a compiler. Dropout shows the random states in the losses."""
+    query, key, value = (head.transpose(1, 2) for head in heads)
+    settings = {"is_causal": True, "scale": scale, "enable_gqa": enable_gqa, "dropout_p": attend.dropout}
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, **settings).transpose(1, 2)
+
+
+attention.FlexAttention.forward = attend
 
 
 class Toy(torch.utils.data.IterableDataset):
@@ -110,7 +112,7 @@ class HostLoader(ParallelAwareDataloader):
     class Config(ParallelAwareDataloader.Config):
         pass
 
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **__: Any) -> None:
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **__: Any) -> None:  # noqa: ARG002
         super().__init__(Toy(dp_rank), dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=local_batch_size)
 
 
@@ -121,7 +123,7 @@ class GlobalLoader(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         pass
 
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **__: Any) -> None:
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **__: Any) -> None:  # noqa: ARG002
         self.reader, self.readers, self.batch, self.position = dp_rank, dp_world_size, local_batch_size, 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -158,7 +160,7 @@ class NoTokenizer(BaseTokenizer):
     class Config(BaseTokenizer.Config):
         pass
 
-    def __init__(self, config: Config, **__: Any) -> None:
+    def __init__(self, config: Config, **__: Any) -> None:  # noqa: ARG002
         super().__init__()
 
     def encode(self, *_: Any, **__: Any) -> list[int]:
@@ -172,14 +174,17 @@ class NoTokenizer(BaseTokenizer):
 
 
 def job(folder: str, asked: dict[str, Any]) -> Any:
-    """Return the config of a job. The global batch is 4 for any number of ranks."""
-    global DROPOUT
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    loader, DROPOUT = (GlobalLoader, 0.0) if asked.pop("any_readers", False) else (HostLoader, DROPOUT)
-    config = llama3_debugmodel()
+    """Return the config of a job. A step has two batches of 2: of two ranks, or of one rank after the other.
+
+    Both sum two gradients in float32, so losses do not depend on the number of ranks. A norm would: clipping is off.
+    """
+    config, any_readers = llama3_debugmodel(), asked.pop("any_readers", False)
+    loader = GlobalLoader if any_readers else HostLoader
+    attend.dropout = 0.0 if any_readers else 0.1
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     config.tokenizer, config.dataloader, config.dump_folder = NoTokenizer.Config(), loader.Config(), folder
-    config.training.local_batch_size, config.training.seq_len = 4 // ranks, 32
+    config.training.local_batch_size, config.training.global_batch_size, config.training.seq_len = 2, 4, 32
+    config.training.mixed_precision_param, config.training.max_norm = "float32", 1e9
     config.training.steps, config.training.disable_cuda_graphs = 6, True
     config.validator.enable, config.parallelism.spmd_backend = False, "partial_dtensor"
     config.lr_scheduler.total_steps = 6
@@ -265,7 +270,7 @@ class Managers:
 
         del base._save
         refused("hook")
-        base._save = lambda self, step, *, is_last: None
+        base._save = BaseCheckpointManager._close
         refused("parameters")
         base._save = hook
         del trainer.should_continue_training
@@ -320,7 +325,6 @@ class Managers:
 
 
 def main(mode: str, folder: str, asked: dict[str, Any]) -> None:
-    attention.FlexAttention.forward = forward
     init_logger()
     stop, finished = asked.pop("stop", 0), asked.pop("finished", "")
     trainer = job(folder, asked).build()
