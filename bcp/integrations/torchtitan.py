@@ -5,17 +5,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import version
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-import tyro
 from torchtitan.components.checkpointer import LR_SCHEDULER, TRAIN_STATE, BaseCheckpointManager, ModelWrapper
 from torchtitan.tools import filesystem
-from torchtitan.tools.logging import logger
 
 import bcp
 from bcp.data.adapters import PerReader
@@ -42,7 +40,6 @@ class BcpCheckpointManager(BaseCheckpointManager):
 
     Example::
 
-        config = llama3_debugmodel()
         config.checkpoint = BcpCheckpointManager.Config(enable=True, interval=100, keep_latest_k=3)
 
     """
@@ -59,24 +56,24 @@ class BcpCheckpointManager(BaseCheckpointManager):
         """Number of failed saves in a row that are logged, not raised."""
         standby_steps: int | None = None
         """Steps between snapshots in host memory, for a stop signal within a long step; see ``bcp.Run``."""
-        save_options: Annotated[Callable[..., bcp.SaveOptions], tyro.conf.Suppress] = SAVE_OPTIONS
-        """Makes the options of saves, as in ``functools.partial(bcp.SaveOptions, nice=10)``."""
-        load_options: Annotated[Callable[..., bcp.LoadOptions], tyro.conf.Suppress] = LOAD_OPTIONS
-        """Makes the options of loads, as in ``functools.partial(bcp.LoadOptions, storage_options=secrets)``."""
-        run: Annotated[Callable[..., bcp.Run], tyro.conf.Suppress] = bcp.Run
+        save_options: Callable[..., bcp.SaveOptions] = SAVE_OPTIONS
+        """Makes the options of saves, as in ``functools.partial(bcp.SaveOptions, nice=10)``; the next, of loads."""
+        load_options: Callable[..., bcp.LoadOptions] = LOAD_OPTIONS
+        run: Callable[..., bcp.Run] = bcp.Run
         """Makes the run, as in ``functools.partial(bcp.Run, on_commit=tell)``."""
 
     def __init__(
         self, config: Config, *, dataloader: Any, model_parts: list[torch.nn.Module], optimizers: Any,
         lr_schedulers: Any, states: dict[str, Any], sd_adapter: Any, base_folder: str = "",
     ) -> None:  # fmt: skip
-        self.enable, self.save_future = config.enable, None
+        self.enable = config.enable
+        self.save_future: Any = None
         if not self.enable:
             return
         self.config, self._trainer, self._loader, self._adapter = config, states[TRAIN_STATE], dataloader, sd_adapter
         self._models, self._excluded = list(model_parts), {*config.exclude_from_loading}
-        extra = {**states, LR_SCHEDULER: lr_schedulers}
-        self._states = {"model": self._models, "optimizer": list(optimizers.optimizers), "extra_states": extra}
+        self._states: dict[str, Any] = {"model": self._models, "optimizer": list(optimizers.optimizers)}
+        self._states["extra_states"] = {**states, LR_SCHEDULER: lr_schedulers}
         if dataloader is not None:
             own = hasattr(dataloader, "dp_world_size") and not isinstance(dataloader, bcp.extend.ShardedState)
             reader = {"reader": dataloader.dp_rank, "readers": dataloader.dp_world_size} if own else {}
@@ -85,8 +82,8 @@ class BcpCheckpointManager(BaseCheckpointManager):
         self.folder = filesystem.join(base_folder, config.folder)
         keep = bcp.policies.Latest(config.keep_latest_k) if config.keep_latest_k else bcp.policies.Everything()
         options = {"save_options": config.save_options(snapshot=config.snapshot), "load_options": config.load_options()}
-        options |= {"tolerate": config.tolerate, "standby_steps": config.standby_steps}
-        self._run = config.run(self.folder, self._states, save=None, keep=keep, **options)
+        options |= {"keep": keep, "tolerate": config.tolerate, "standby_steps": config.standby_steps}
+        self._run = config.run(self.folder, self._states, save=None, **options)
 
     def _load(self, step: int = -1) -> bool:
         with self._without(self._excluded - {TRAIN_STATE}):  # a run counts on from the trainer's step
@@ -99,7 +96,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
             resumed = self._run.resume(step=step if step > 0 else None, fresh=step == 0)
         if not resumed:
             return self._begin(needs_seed=step == 0)
-        if self._loader is not None:
+        if not isinstance(self._loader, bcp.extend.ShardedState | None):
             self._loader.state_dict()  # a StatefulDataLoader makes its iterator here, and draws a seed
         self._run.reapply_random_states()
         return True
@@ -117,7 +114,6 @@ class BcpCheckpointManager(BaseCheckpointManager):
         if due := is_first or curr_step % config.interval == 0 or (last_step and not exports):
             self.save_future = self._run.save(curr_step) or self.save_future
         if self._run.should_stop(curr_step):  # the checkpoint of the step is durable
-            logger.info(f"bcp: training ends after step {curr_step}")
             self._trainer.should_continue_training = lambda: False
         if last_step or config.async_mode == "disabled":
             self.maybe_wait_for_saving()
@@ -135,29 +131,24 @@ class BcpCheckpointManager(BaseCheckpointManager):
 
     def _begin(self, *, needs_seed: bool) -> bool:
         """Begin a new run: from a seed, from the initial checkpoint, or from the trainer's own weights."""
-        config, model, options = self.config, {"model": self._models}, self.config.load_options(cast=True)
-        try:
+        config, path, model = self.config, self.config.initial_load_path, {"model": self._models}
+        options = config.load_options(cast=True)
+        with suppress(*[] if needs_seed else [bcp.NotACheckpointError]):
             bcp.load(filesystem.join(self.folder, "seed"), model, options=options)
-        except bcp.NotACheckpointError:
-            if needs_seed:
-                raise
-        else:
             return True
         if config.initial_load_in_hf:
-            self._load_hf(config.initial_load_path or self._adapter.hf_assets_path)
-        elif config.initial_load_path:
+            self._load_hf(path or self._adapter.hf_assets_path)
+        elif path:
             with self._without(self._excluded):
-                states = model if config.initial_load_model_only else self._states
-                bcp.load(config.initial_load_path, states, options=options)
-        return bool(config.initial_load_in_hf or config.initial_load_path)
+                bcp.load(path, model if config.initial_load_model_only else self._states, options=options)
+        return bool(config.initial_load_in_hf or path)
 
     def _load_hf(self, path: str) -> None:
         """Load tensors in the names and shapes of Hugging Face, which torchtitan's adapter converts."""
-        model = ModelWrapper(self._models)
+        model, options = ModelWrapper(self._models), self.config.load_options(cast=True, strict=False)
         tensors = self._adapter.to_hf(model.state_dict())
-        result = bcp.load(path, {"model": tensors}, options=self.config.load_options(cast=True, strict=False))
-        if result.missing:
-            raise bcp.InputError(f"initial_load_in_hf: {path} lacks {result.missing}; pass a folder of this model")
+        if missing := bcp.load(path, {"model": tensors}, options=options).missing:
+            raise bcp.InputError(f"initial_load_in_hf: {path} lacks {missing}; pass a folder of this model")
         model.load_state_dict(self._adapter.from_hf(tensors))
 
     def _export(self, step: int) -> None:
@@ -166,8 +157,8 @@ class BcpCheckpointManager(BaseCheckpointManager):
         dtype, in_hf = getattr(torch, self.config.export_dtype), step and self.config.last_save_in_hf
         state = ModelWrapper(self._models).state_dict()
         tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
-        tensors = self._adapter.to_hf(tensors) if in_hf else tensors
-        bcp.save(path, {"model": tensors}, options=self.config.save_options(overwrite=True))
+        model = self._adapter.to_hf(tensors) if in_hf else tensors
+        bcp.save(path, {"model": model}, options=self.config.save_options(overwrite=True))
         if in_hf:
             bcp.tools.export_hf(path, f"{path}-hf", overwrite=True)
 
@@ -185,21 +176,23 @@ class BcpCheckpointManager(BaseCheckpointManager):
 
     def _check(self) -> None:
         """Refuse a torchtitan with other hooks, and fields that cannot be obeyed."""
-        config, host, kinds = self.config, f"torchtitan {version('torchtitan')}", (BaseCheckpointManager, type(self))
+        config, plain, host = self.config, BaseCheckpointManager.Config(), f"torchtitan {version('torchtitan')}"
         for hook in ("_load", "_save", "_wait_for_saving", "_maybe_wait_for_staging", "_close"):
-            theirs, ours = ([*inspect.signature(getattr(kind, hook, lambda: 0)).parameters] for kind in kinds)
+            kinds = (getattr(kind, hook, lambda: 0) for kind in (BaseCheckpointManager, type(self)))
+            theirs, ours = ([*inspect.signature(method).parameters] for method in kinds)
             if theirs != ours:
                 raise bcp.InputError(f"{host} calls {hook}{theirs} of a manager, and bcp has {hook}{ours}; update bcp")
-        plain, states = BaseCheckpointManager.Config(), {*self._states, *self._states["extra_states"]}
-        states -= {"model", "extra_states"} | (set() if config.initial_load_path else {TRAIN_STATE})
+        fixed = {
+            "model",
+            "extra_states",
+            *([] if config.initial_load_path else [TRAIN_STATE]),
+        }  # it counts a run's steps
+        states = {*self._states, *self._states["extra_states"]} - fixed
         bare = self._adapter is None and "this model has no adapter to Hugging Face"
-        stops = hasattr(self._trainer, "should_continue_training")
-        new = {field.name for field in fields(plain)} - {*FIELDS.split()}
+        new = [field.name for field in fields(plain) if field.name not in FIELDS.split()]
         remedies = {
-            name: getattr(config, name) != getattr(plain, name) and f"new in {host}; update bcp" for name in new
-        }
-        remedies |= {
-            "enable": not stops and f"the trainer of {host} has no should_continue_training() to end it",
+            **{name: getattr(config, name) != getattr(plain, name) and f"new in {host}; update bcp" for name in new},
+            "enable": not hasattr(self._trainer, "should_continue_training") and f"{host} has no trainer that can stop",
             "initial_load_in_hf": config.initial_load_in_hf and bare,
             "last_save_in_hf": config.last_save_in_hf and bare,
             "initial_load_in_hf_quantized": config.initial_load_in_hf_quantized and "convert the folder to bfloat16",

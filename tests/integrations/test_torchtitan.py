@@ -136,3 +136,12 @@ def test_two_ranks_that_are_killed_come_back_on_two_and_on_one(folder: Path) -> 
     shutil.copytree(killed, folder / "one")
     assert run(PAIR, killed, **asked)["losses"] == rest
     assert run(SINGLE, folder / "one", **asked)["losses"] == rest
+
+
+def test_the_example_goes_on_with_another_number_of_readers(folder: Path) -> None:
+    one = run(Job("titan_job.py", ("example",), environment=ONE), folder / "example", steps=4)
+    assert one == {"step": 4, "tokens": 4 * 2 * 32, "windows": 4 * 2}
+    two = run(Job("titan_job.py", ("example",), world_size=2), folder / "example", steps=6)
+    assert two == {"step": 6, "tokens": 6 * 2 * 32, "windows": 4 * 2 + 2 * 4}
+    assert steps(folder / "example") == [2, 4, 6]
+    assert (folder / "example" / "checkpoint" / "model-00000006").is_dir()

@@ -6,6 +6,7 @@ part replaces what torchtitan asks of a GPU. bcp has no part in it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,6 +81,7 @@ def attend(_: Any, *heads: Any, scale: Any = None, enable_gqa: bool = False, **_
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, **settings).transpose(1, 2)
 
 
+attend.dropout = 0.0
 attention.FlexAttention.forward = attend
 
 
@@ -173,25 +176,28 @@ class NoTokenizer(BaseTokenizer):
         return 2048
 
 
+def on_cpu(config: Any) -> Any:
+    """Make a config small, and exact in float32."""
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    config.tokenizer, config.hf_assets_path = NoTokenizer.Config(), ""
+    config.training.local_batch_size, config.training.seq_len = 2, 32
+    config.training.mixed_precision_param, config.training.disable_cuda_graphs = "float32", True
+    config.validator.enable, config.parallelism.spmd_backend = False, "partial_dtensor"
+    config.debug.seed, config.comm.trace_buf_size, config.lr_scheduler.total_steps = 0, 0, 6
+    return config
+
+
 def job(folder: str, asked: dict[str, Any]) -> Any:
     """Return the config of a job. A step has two batches of 2: of two ranks, or of one rank after the other.
 
     Both sum two gradients in float32, so losses do not depend on the number of ranks. A norm would: clipping is off.
     """
-    config, any_readers = llama3_debugmodel(), asked.pop("any_readers", False)
-    loader = GlobalLoader if any_readers else HostLoader
+    config, any_readers = on_cpu(llama3_debugmodel()), asked.pop("any_readers", False)
     attend.dropout = 0.0 if any_readers else 0.1
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
-    config.tokenizer, config.dataloader, config.dump_folder = NoTokenizer.Config(), loader.Config(), folder
-    config.training.local_batch_size, config.training.global_batch_size, config.training.seq_len = 2, 4, 32
-    config.training.mixed_precision_param, config.training.max_norm = "float32", 1e9
-    config.training.steps, config.training.disable_cuda_graphs = 6, True
-    config.validator.enable, config.parallelism.spmd_backend = False, "partial_dtensor"
-    config.lr_scheduler.total_steps = 6
-    config.debug.seed, config.comm.trace_buf_size = 0, 0
-    config.hf_assets_path = ""
+    config.dataloader = (GlobalLoader if any_readers else HostLoader).Config()
+    config.training.steps, config.training.global_batch_size, config.training.max_norm = 6, 4, 1e9
     fields = {"enable": True, "interval": 2, "last_save_model_only": False, "save_options": save_options, **asked}
-    config.checkpoint = BcpCheckpointManager.Config(**fields)
+    config.dump_folder, config.checkpoint = folder, BcpCheckpointManager.Config(**fields)
     return config
 
 
@@ -324,11 +330,23 @@ class Managers:
         return {"loads": results, "refusals": self.refusals(), "seams": self.seams(), "url": url}
 
 
+def example(folder: str, steps: int) -> dict[str, Any]:
+    """Run the example of the docs."""
+    sys.path.append(str(Path(__file__).parents[2] / "examples/integrations"))
+    program = importlib.import_module("train_torchtitan")
+    trainer = program.main(on_cpu(program.make_config(folder, steps)))
+    return {"step": trainer.step, "tokens": trainer.ntokens_seen, "windows": trainer.dataloader.consumed}
+
+
 def main(mode: str, folder: str, asked: dict[str, Any]) -> None:
     init_logger()
     stop, finished = asked.pop("stop", 0), asked.pop("finished", "")
-    trainer = job(folder, asked).build()
-    results = train(trainer, stop) if mode == "train" else Managers(trainer, folder).report(finished)
+    if mode == "example":
+        results = example(folder, **asked)
+    elif mode == "train":
+        results = train(job(folder, asked).build(), stop)
+    else:
+        results = Managers(job(folder, asked).build(), folder).report(finished)
     if dist.get_rank() == 0:
         report(**results)
     dist.barrier()
