@@ -22,8 +22,7 @@ __all__ = ["BcpCheckpointManager"]
 
 FIELDS = """enable folder interval initial_load_path initial_load_model_only initial_load_in_hf last_save_model_only
     initial_load_in_hf_quantized last_save_in_hf export_dtype keep_latest_k load_step exclude_from_loading
-    enable_first_step_checkpoint create_seed_checkpoint load_only"""
-"""Fields of torchtitan 0.3, which are obeyed or refused."""
+    enable_first_step_checkpoint create_seed_checkpoint load_only"""  # of torchtitan 0.3
 SAVE_OPTIONS, LOAD_OPTIONS = partial(bcp.SaveOptions), partial(bcp.LoadOptions)  # torchtitan logs a class by its fields
 
 
@@ -175,21 +174,17 @@ class BcpCheckpointManager(BaseCheckpointManager):
             self._states.update(everything)
 
     def _check(self) -> None:
-        """Refuse a torchtitan with other hooks, and fields that cannot be obeyed."""
-        config, plain, host = self.config, BaseCheckpointManager.Config(), f"torchtitan {version('torchtitan')}"
+        plain = BaseCheckpointManager.Config(initial_load_model_only=False)  # without a warning
+        config, host = self.config, f"torchtitan {version('torchtitan')}"
         for hook in ("_load", "_save", "_wait_for_saving", "_maybe_wait_for_staging", "_close"):
             kinds = (getattr(kind, hook, lambda: 0) for kind in (BaseCheckpointManager, type(self)))
             theirs, ours = ([*inspect.signature(method).parameters] for method in kinds)
             if theirs != ours:
                 raise bcp.InputError(f"{host} calls {hook}{theirs} of a manager, and bcp has {hook}{ours}; update bcp")
-        fixed = {
-            "model",
-            "extra_states",
-            *([] if config.initial_load_path else [TRAIN_STATE]),
-        }  # it counts a run's steps
-        states = {*self._states, *self._states["extra_states"]} - fixed
+        needed = ["model", *([] if config.initial_load_path else [TRAIN_STATE])]  # a run needs the trainer's step
+        states = {*self._states, *self._states["extra_states"]} - {"extra_states", *needed}
         bare = self._adapter is None and "this model has no adapter to Hugging Face"
-        new = [field.name for field in fields(plain) if field.name not in FIELDS.split()]
+        new = {field.name for field in fields(plain)} - {*FIELDS.split()}
         remedies = {
             **{name: getattr(config, name) != getattr(plain, name) and f"new in {host}; update bcp" for name in new},
             "enable": not hasattr(self._trainer, "should_continue_training") and f"{host} has no trainer that can stop",
@@ -201,6 +196,5 @@ class BcpCheckpointManager(BaseCheckpointManager):
             "tolerate": config.async_mode == "disabled" and config.tolerate > 0 and "set async_mode='async'",
             "exclude_from_loading": not self._excluded <= states and f"pass some of {sorted(states)}",
         }
-        for name, remedy in remedies.items():
-            if remedy:
-                raise bcp.InputError(f"checkpoint.{name}={getattr(config, name)!r}: {remedy}")
+        for name in filter(remedies.get, remedies):
+            raise bcp.InputError(f"checkpoint.{name}={getattr(config, name)!r}: {remedies[name]}")
