@@ -130,25 +130,25 @@ class BcpCheckpointManager(BaseCheckpointManager):
 
     def _begin(self, *, needs_seed: bool) -> bool:
         """Begin a new run: from a seed, from the initial checkpoint, or from the trainer's own weights."""
-        config, path, model = self.config, self.config.initial_load_path, {"model": self._models}
-        options = config.load_options(cast=True)
+        config, in_hf = self.config, self.config.initial_load_in_hf
         with suppress(*[] if needs_seed else [bcp.NotACheckpointError]):
-            bcp.load(filesystem.join(self.folder, "seed"), model, options=options)
-            return True
-        if config.initial_load_in_hf:
-            self._load_hf(path or self._adapter.hf_assets_path)
-        elif path:
-            with self._without(self._excluded):
-                bcp.load(path, model if config.initial_load_model_only else self._states, options=options)
-        return bool(config.initial_load_in_hf or path)
+            return self._load_model(filesystem.join(self.folder, "seed"))
+        path = config.initial_load_path or (in_hf and self._adapter.hf_assets_path)
+        if not path or config.initial_load_model_only:
+            return bool(path) and self._load_model(path, in_hf=in_hf)
+        with self._without(self._excluded):
+            bcp.load(path, self._states, options=config.load_options(cast=True))
+        return True
 
-    def _load_hf(self, path: str) -> None:
-        """Load tensors in the names and shapes of Hugging Face, which torchtitan's adapter converts."""
+    def _load_model(self, path: str, *, in_hf: bool = False) -> bool:
+        """Load the model alone, and leave out other names: a folder of torchtitan's own manager has some."""
         model, options = ModelWrapper(self._models), self.config.load_options(cast=True, strict=False)
-        tensors = self._adapter.to_hf(model.state_dict())
+        tensors = self._adapter.to_hf(model.state_dict()) if in_hf else self._models
         if missing := bcp.load(path, {"model": tensors}, options=options).missing:
-            raise bcp.InputError(f"initial_load_in_hf: {path} lacks {missing}; pass a folder of this model")
-        model.load_state_dict(self._adapter.from_hf(tensors))
+            raise bcp.InputError(f"{path} lacks {missing}; pass a checkpoint of this model")
+        if in_hf:
+            model.load_state_dict(self._adapter.from_hf(tensors))
+        return True
 
     def _export(self, step: int) -> None:
         """Save the model alone, in the dtype of exports; a seed at step 0."""
@@ -183,13 +183,15 @@ class BcpCheckpointManager(BaseCheckpointManager):
                 raise bcp.InputError(f"{host} calls {hook}{theirs} of a manager, and bcp has {hook}{ours}; update bcp")
         needed = ["model", *([] if config.initial_load_path else [TRAIN_STATE])]  # a run needs the trainer's step
         states = {*self._states, *self._states["extra_states"]} - {"extra_states", *needed}
-        bare = self._adapter is None and "this model has no adapter to Hugging Face"
+        source = self._adapter and (config.initial_load_path or self._adapter.hf_assets_path)
         new = {field.name for field in fields(plain)} - {*FIELDS.split()}
         remedies = {
             **{name: getattr(config, name) != getattr(plain, name) and f"new in {host}; update bcp" for name in new},
             "enable": not hasattr(self._trainer, "should_continue_training") and f"{host} has no trainer that can stop",
-            "initial_load_in_hf": config.initial_load_in_hf and bare,
-            "last_save_in_hf": config.last_save_in_hf and bare,
+            "initial_load_in_hf": config.initial_load_in_hf
+            and not source
+            and "a model with an adapter and a path has it",
+            "last_save_in_hf": config.last_save_in_hf and not self._adapter and "a model with an adapter has it",
             "initial_load_in_hf_quantized": config.initial_load_in_hf_quantized and "convert the folder to bfloat16",
             "load_step": config.load_step < -1 and "pass a step, or -1 for the newest checkpoint",
             "create_seed_checkpoint": config.create_seed_checkpoint and config.load_only and "load_only saves nothing",

@@ -92,7 +92,7 @@ def test_managers_load_as_their_config_says(managed: dict[str, Any]) -> None:
     assert loads["load_step"][0] is True
     assert loads["load_step"][1] != weights
     assert loads["load_step"][2:] == [5, [5.0]]
-    assert loads["hf"] == loads["model"] == [True, weights, 0, []]
+    assert loads["hf"] == loads["model"] == loads["theirs"] == [True, weights, 0, []]
     assert loads["excluded"] == [True, weights, 0, []]
     assert loads["seed"][0] is True
     assert loads["seed"][1] == pytest.approx(weights, rel=1e-2)  # of bfloat16
@@ -120,6 +120,10 @@ def test_managers_refuse_fields_by_name(managed: dict[str, Any], name: str) -> N
     assert managed["refusals"][name].startswith(f"checkpoint.{name}=")
 
 
+def test_managers_need_a_folder_of_hugging_face(managed: dict[str, Any]) -> None:
+    assert managed["refusals"]["path"].startswith("checkpoint.initial_load_in_hf=")
+
+
 @pytest.mark.parametrize("name", ["hook", "parameters", "field", "trainer"])
 def test_managers_refuse_a_torchtitan_of_other_hooks(managed: dict[str, Any], name: str) -> None:
     assert "torchtitan 0." in managed["seams"][name]
@@ -128,14 +132,17 @@ def test_managers_refuse_a_torchtitan_of_other_hooks(managed: dict[str, Any], na
 # -- two ranks -------------------------------------------------------------------------------------
 
 
-def test_two_ranks_that_are_killed_come_back_on_two_and_on_one(folder: Path) -> None:
+def test_two_ranks_that_are_killed_come_back_on_any_parallelism(folder: Path) -> None:
     killed, asked = folder / "pair", {"any_readers": True, **EACH_STEP}
     losses = run(PAIR, folder / "pair-undisturbed", **asked)["losses"]
     rest = {step: losses[step] for step in ("4", "5", "6")}
     PAIR.kill_in_save(killed, 4, json.dumps(asked))
-    shutil.copytree(killed, folder / "one")
+    for copy in ("one", "tensor"):
+        shutil.copytree(killed, folder / copy)
     assert run(PAIR, killed, **asked)["losses"] == rest
     assert run(SINGLE, folder / "one", **asked)["losses"] == rest
+    tensor = run(PAIR, folder / "tensor", tensor_parallel=2, **asked)["losses"]
+    assert tensor == pytest.approx(rest, rel=1e-6)  # halves of a matrix product are summed in another order
 
 
 def test_the_example_goes_on_with_another_number_of_readers(folder: Path) -> None:

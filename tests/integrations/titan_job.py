@@ -1,7 +1,7 @@
 """A job of torchtitan's debug Llama on CPU and gloo: python titan_job.py MODE FOLDER ASKED.
 
-ASKED is a JSON object with fields of the checkpoint's config, and ``stop``, ``any_readers`` and ``finished``. The first
-part replaces what torchtitan asks of a GPU. bcp has no part in it.
+ASKED is a JSON object with fields of the checkpoint's config, and ``stop``, ``any_readers``,
+``tensor_parallel`` and ``finished``. The first part replaces what torchtitan asks of a GPU. bcp has no part in it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ device.set_device = lambda _: None
 utils.device_type, utils.device_module = "cpu", device
 utils.get_local_device = lambda *_, **__: torch.device("cpu")
 
-from torchtitan.components.checkpointer import BaseCheckpointManager  # noqa: E402
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader  # noqa: E402 -- ask for the device
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.distributed import utils as distributed_utils  # noqa: E402
@@ -74,15 +75,15 @@ distributed_utils.set_pg_timeouts = lambda *_, **__: None
 torch.set_num_threads(1)
 
 
-def attend(_: Any, *heads: Any, scale: Any = None, enable_gqa: bool = False, **__: Any) -> torch.Tensor:
+def attend(_: Any, q: Any, k: Any, v: Any, *, scale: Any = None, enable_gqa: bool = False, **__: Any) -> torch.Tensor:
     """Stand for flex attention, which needs a GPU or a compiler. Dropout shows the random states in the losses."""
-    query, key, value = (head.transpose(1, 2) for head in heads)
+    query, key, value = (head.transpose(1, 2) for head in (q, k, v))
     settings = {"is_causal": True, "scale": scale, "enable_gqa": enable_gqa, "dropout_p": attend.dropout}
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, **settings).transpose(1, 2)
 
 
 attend.dropout = 0.0
-attention.FlexAttention.forward = attend
+attention.FlexAttention.forward = update_wrapper(attend, attention.FlexAttention.forward)  # its names of arguments
 
 
 class Toy(torch.utils.data.IterableDataset):
@@ -195,6 +196,7 @@ def job(folder: str, asked: dict[str, Any]) -> Any:
     config, any_readers = on_cpu(llama3_debugmodel()), asked.pop("any_readers", False)
     attend.dropout = 0.0 if any_readers else 0.1
     config.dataloader = (GlobalLoader if any_readers else HostLoader).Config()
+    config.parallelism.tensor_parallel_degree = asked.pop("tensor_parallel", 1)
     config.training.steps, config.training.global_batch_size, config.training.max_norm = 6, 4, 1e9
     fields = {"enable": True, "interval": 2, "last_save_model_only": False, "save_options": save_options, **asked}
     config.dump_folder, config.checkpoint = folder, BcpCheckpointManager.Config(**fields)
@@ -224,11 +226,11 @@ class Managers:
     def __init__(self, trainer: Any, folder: str) -> None:
         self.trainer, self.folder = trainer, folder
 
-    def make(self, folder: str, *, sd_adapter: Any = True, **fields: Any) -> BcpCheckpointManager:
+    def make(self, folder: str, *, kind: Any = BcpCheckpointManager, sd_adapter: Any = True, **fields: Any) -> Any:
         trainer = self.trainer
         spec = trainer.config.model_spec
         adapter = spec.state_dict_adapter(trainer.model_config, None) if sd_adapter else None
-        config = BcpCheckpointManager.Config(**{"enable": True, "folder": folder, **fields})
+        config = kind.Config(**{"enable": True, "folder": folder, **fields})
         return config.build(
             dataloader=trainer.dataloader,
             model_parts=trainer.model_parts,
@@ -250,13 +252,15 @@ class Managers:
         values = {"load_step": -2, "exclude_from_loading": ["optimiser"], "tolerate": 1}
         asked["tolerate"] = {"async_mode": "disabled"}
         names = [*asked, "load_step", "exclude_from_loading"]
-        found = {}
-        for name in names:
-            try:
-                self.make("refused", **{name: values.get(name, True), **asked.get(name, {})})
-            except bcp.InputError as error:
-                found[name] = str(error)
-        return found
+        found = {name: self.refusal(**{name: values.get(name, True), **asked.get(name, {})}) for name in names}
+        return found | {"path": self.refusal(initial_load_in_hf=True)}
+
+    def refusal(self, **fields: Any) -> str:
+        try:
+            self.make("refused", **fields)
+        except bcp.InputError as error:
+            return str(error)
+        return "nothing was refused"
 
     def seams(self) -> dict[str, str]:
         """Return the errors for torchtitans that differ from the tested one."""
@@ -268,23 +272,17 @@ class Managers:
         class Newer(config):
             replicas: int = 1
 
-        def refused(name: str, **fields: Any) -> None:
-            try:
-                self.make("refused", **fields)
-            except bcp.InputError as error:
-                found[name] = str(error)
-
         del base._save
-        refused("hook")
+        found["hook"] = self.refusal()
         base._save = BaseCheckpointManager._close
-        refused("parameters")
+        found["parameters"] = self.refusal()
         base._save = hook
         del trainer.should_continue_training
-        refused("trainer")
+        found["trainer"] = self.refusal()
         trainer.should_continue_training = finish
         base.Config = Newer
         BcpCheckpointManager.Config.replicas = 2
-        refused("field")
+        found["field"] = self.refusal()
         base.Config = config
         return found
 
@@ -321,6 +319,9 @@ class Managers:
             "excluded": self.load("excluded", exclude_from_loading=["optimizer", "train_state"], **began),
         }
         self.load("hf", initial_load_path=hf, initial_load_in_hf=True)
+        theirs = self.make("theirs", kind=CheckpointManager, last_save_model_only=False)
+        theirs.save(1, last_step=True)
+        results["theirs"] = self.load("ours", initial_load_path=f"{self.folder}/theirs/step-1")
         manager = self.make("seeded", create_seed_checkpoint=True, export_dtype="bfloat16")
         manager.save(0, last_step=True)
         manager.close()
