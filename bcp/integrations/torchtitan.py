@@ -183,15 +183,13 @@ class BcpCheckpointManager(BaseCheckpointManager):
                 raise bcp.InputError(f"{host} calls {hook}{theirs} of a manager, and bcp has {hook}{ours}; update bcp")
         needed = ["model", *([] if config.initial_load_path else [TRAIN_STATE])]  # a run needs the trainer's step
         states = {*self._states, *self._states["extra_states"]} - {"extra_states", *needed}
-        source = self._adapter and (config.initial_load_path or self._adapter.hf_assets_path)
+        folder = self._adapter and (config.initial_load_path or self._adapter.hf_assets_path)
         new = {field.name for field in fields(plain)} - {*FIELDS.split()}
         remedies = {
             **{name: getattr(config, name) != getattr(plain, name) and f"new in {host}; update bcp" for name in new},
             "enable": not hasattr(self._trainer, "should_continue_training") and f"{host} has no trainer that can stop",
-            "initial_load_in_hf": config.initial_load_in_hf
-            and not source
-            and "a model with an adapter and a path has it",
-            "last_save_in_hf": config.last_save_in_hf and not self._adapter and "a model with an adapter has it",
+            "initial_load_in_hf": config.initial_load_in_hf and not folder and "it needs a path and an adapter to HF",
+            "last_save_in_hf": config.last_save_in_hf and not self._adapter and "this model has no adapter to HF",
             "initial_load_in_hf_quantized": config.initial_load_in_hf_quantized and "convert the folder to bfloat16",
             "load_step": config.load_step < -1 and "pass a step, or -1 for the newest checkpoint",
             "create_seed_checkpoint": config.create_seed_checkpoint and config.load_only and "load_only saves nothing",
