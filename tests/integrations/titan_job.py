@@ -1,7 +1,8 @@
 """A job of torchtitan's debug Llama on CPU and gloo: python titan_job.py MODE FOLDER ASKED.
 
-ASKED is a JSON object with fields of the checkpoint's config, and ``stop``, ``any_readers``,
-``tensor_parallel`` and ``finished``. The first part replaces what torchtitan asks of a GPU. bcp has no part in it.
+ASKED is a JSON object with fields of the checkpoint's config, and with ``steps``, ``stop``, ``any_readers``,
+``tensor_parallel`` and ``finished``. The first part of the file replaces what torchtitan asks of a GPU. bcp has no part
+in it.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ def job(folder: str, asked: dict[str, Any]) -> Any:
     attend.dropout = 0.0 if any_readers else 0.1
     config.dataloader = (GlobalLoader if any_readers else HostLoader).Config()
     config.parallelism.tensor_parallel_degree = asked.pop("tensor_parallel", 1)
-    config.training.steps, config.training.global_batch_size, config.training.max_norm = 6, 4, 1e9
+    config.training.global_batch_size, config.training.max_norm = 4, 1e9
+    config.training.steps = asked.pop("steps", 6)
     fields = {"enable": True, "interval": 2, "last_save_model_only": False, "save_options": save_options, **asked}
     config.dump_folder, config.checkpoint = folder, BcpCheckpointManager.Config(**fields)
     return config
