@@ -3,7 +3,7 @@
 Nothing is gathered, and ``CheckpointIO`` is not used. Lightning's own dump (loops, callbacks, schedulers,
 hyper-parameters) is one extra state, so that it commits with the weights.
 """
-# ruff: noqa: ARG002, D102 -- methods that Lightning names and calls
+# ruff: noqa: D102 -- methods that Lightning names and calls
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from bcp.integrations.common import HostState, check_methods, check_settings, st
 
 __all__ = ["BcpCallback", "BcpTrainer", "attach"]
 
-log = logging.getLogger(__name__)
 REPLACED = {
     "train": ("resume_from_checkpoint", "trial"),
     "_save_checkpoint": ("model", "trial"),
@@ -60,19 +60,18 @@ def attach(
     """
     check_methods(transformers.Trainer, REPLACED, "transformers", transformers.__version__)
     args = trainer.args
-    refused: dict[str, tuple[object, str]] = {
+    refused = {
         "a second attach()": (isinstance(trainer, BcpTrainer), "the trainer has a run already"),
         "auto_find_batch_size": (args.auto_find_batch_size, "it restarts training inside of train()"),
         "enable_jit_checkpoint": (getattr(args, "enable_jit_checkpoint", False), "the run handles SIGTERM itself"),
-        "save_only_model": (args.save_only_model, "a run resumes; bcp.tools.export_hf makes a model of a checkpoint"),
+        "save_only_model": (args.save_only_model, "a run resumes; export models with bcp.tools.export_hf"),
         "push_to_hub": (args.push_to_hub and args.hub_strategy != "end", "nothing is pushed before the end"),
         "attach(save=...)": ("save" in run_options, "save_strategy and save_steps of the arguments decide"),
     }
     check_settings(refused)
-    callback = BcpCallback(trainer, path or str(Path(args.output_dir, "bcp")), keep, run_options)
     trainer.__class__ = type(f"Bcp{type(trainer).__name__}", (BcpTrainer, type(trainer)), {})
-    trainer.bcp = callback
-    trainer.add_callback(callback)
+    trainer.bcp = BcpCallback(trainer, path or str(Path(args.output_dir, "bcp")), keep, run_options)
+    trainer.add_callback(trainer.bcp)
     return trainer
 
 
@@ -82,45 +81,37 @@ class BcpCallback(transformers.TrainerCallback):
     run: bcp.Run
 
     def __init__(self, trainer: transformers.Trainer, path: str, keep: Any, run_options: Mapping[str, Any]) -> None:
-        """Prepare the options of the run. :func:`attach` has checked the trainer."""
         self.trainer, self.path, args = trainer, path.rstrip("/"), trainer.args
         keep = keep if keep is not None else args.save_total_limit or bcp.policies.Everything()
         if args.load_best_model_at_end:
             metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
             best = bcp.policies.Best(metric, mode="max" if args.greater_is_better else "min")
             keep = bcp.policies.AnyKept(keep, best)
-        self._options = {"save": None, **run_options, "keep": keep}
-
-    def begin(self) -> bcp.Run:
-        """Make the run of one call of ``train``."""
         self._states: dict[str, Any] = {}
-        self.run = bcp.Run(self.path, self._states, **self._options)
-        return self.run
+        self.make_run = partial(bcp.Run, self.path, self._states, save=None, **run_options, keep=keep)
 
     @contextmanager
     def chosen(self, asked: Any) -> Iterator[str | None]:
         """Choose a checkpoint; yield a folder with its state of the Trainer, or None to begin anew."""
         self._fresh, self._state = not asked, HostState(self._trainer_state)
         step = None if asked in (None, True, False) else step_of(str(asked), self.path, "resume_from_checkpoint")
-        if self._fresh or not self.run.choose({"trainer": self._state}, step=step):
-            yield None
-            return
+        is_new = self._fresh or not self.run.choose({"trainer": self._state}, step=step)
         with tempfile.TemporaryDirectory() as folder:  # the host reads its step from a file, before it has the model
-            Path(folder, "trainer_state.json").write_text(self._state.loaded["json"])
-            yield folder
+            if not is_new:
+                Path(folder, "trainer_state.json").write_text(self._state.loaded["json"])
+            yield None if is_new else folder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Load the chosen checkpoint into the prepared objects."""
-        self._states |= self.states()
+        self._states.update(self.states())
         try:
-            step = self.run.resume(fresh=True) if self._fresh else self.run.resume()
+            self.run.resume(fresh=self._fresh)
         except bcp.CheckpointError as error:
-            log.warning("%s; an older checkpoint is tried", error)
             raise _DamagedError from error
-        assert step == state.global_step  # noqa: S101 -- both come from one checkpoint
         now, before = self._trainer_state()["batch"], (self._state.loaded or {}).get("batch")
         if before not in (None, now) and not args.ignore_data_skip:
-            log.warning("one step had %s samples and has %d: the Trainer skips steps, so the data differ", before, now)
+            words = "one step had %s samples and has %s: the Trainer skips steps, so the data differ"
+            logging.getLogger("bcp").warning(words, before, now)
         self.name_best()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -134,7 +125,7 @@ class BcpCallback(transformers.TrainerCallback):
         """Return the live objects, as :func:`bcp.save` takes them."""
         trainer = self.trainer
         engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
-        is_peft = type(trainer.model).__module__.startswith("peft.")
+        is_peft = any(kind.__module__.startswith("peft.") for kind in type(trainer.model).__mro__)  # FSDP2 inherits
         extra = {"trainer": self._state, "lr_scheduler": trainer.lr_scheduler, "scaler": trainer.accelerator.scaler}
         return {
             "model": engine or (bcp.trainable(trainer.model) if is_peft else trainer.model),
@@ -143,7 +134,6 @@ class BcpCallback(transformers.TrainerCallback):
         }
 
     def _trainer_state(self) -> dict[str, Any]:
-        """Return ``trainer_state.json``, and the samples of one step on all ranks."""
         args, state = self.trainer.args, dataclasses.replace(self.trainer.state, best_model_checkpoint=None)
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         return {"json": json.dumps(dataclasses.asdict(state)), "batch": batch}
@@ -163,7 +153,7 @@ class BcpCallback(transformers.TrainerCallback):
 
 
 class _DamagedError(Exception):
-    """The chosen checkpoint is damaged: the Trainer begins once more, with an older one."""
+    """The chosen checkpoint is damaged: the Trainer begins again with an older one."""
 
 
 class BcpTrainer:
@@ -173,9 +163,9 @@ class BcpTrainer:
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *more: Any, **named: Any) -> Any:
         """Train as the Trainer does, within a run; return once all saves are durable."""
-        if trial is not None:
-            raise bcp.InputError("a search for hyper-parameters has no run: call train() without trial=")
-        with self.bcp.begin():
+        check_settings({"train(trial=...)": (trial is not None, "a search for hyper-parameters has no run")})
+        self.bcp.run = self.bcp.make_run()
+        with self.bcp.run:
             while True:
                 with self.bcp.chosen(resume_from_checkpoint) as folder:
                     try:
@@ -194,8 +184,7 @@ class BcpTrainer:
         self.bcp.name_best()
         self.bcp.run.save(trainer.state.global_step, self.bcp.metrics())
 
-    def _load_from_checkpoint(self, *_: Any, **__: Any) -> None:
-        """Do nothing: weights come with the optimizer."""
+    def _load_from_checkpoint(self, *_: Any, **__: Any) -> None: ...  # weights come with the optimizer
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:  # batches were skipped, which draws random numbers

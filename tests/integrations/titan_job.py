@@ -117,7 +117,7 @@ class HostLoader(ParallelAwareDataloader):
     class Config(ParallelAwareDataloader.Config):
         pass
 
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **__: Any) -> None:  # noqa: ARG002
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **__: Any) -> None:
         super().__init__(Toy(dp_rank), dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=local_batch_size)
 
 
@@ -128,7 +128,7 @@ class GlobalLoader(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         pass
 
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **__: Any) -> None:  # noqa: ARG002
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **__: Any) -> None:
         self.reader, self.readers, self.batch, self.position = dp_rank, dp_world_size, local_batch_size, 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -165,7 +165,7 @@ class NoTokenizer(BaseTokenizer):
     class Config(BaseTokenizer.Config):
         pass
 
-    def __init__(self, config: Config, **__: Any) -> None:  # noqa: ARG002
+    def __init__(self, config: Config, **__: Any) -> None:
         super().__init__()
 
     def encode(self, *_: Any, **__: Any) -> list[int]:
