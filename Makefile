@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all test-busy test-random soak mutants sweep sweep-page hosts rgw gpu check format demo bench clients chaos docs clean
+.PHONY: help venv test test-all test-busy test-random soak mutants sweep sweep-page hosts hosts-all rgw gpu check format demo bench clients chaos docs clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -73,6 +73,9 @@ sweep-page: $(SWEEP_STAMP)  ## Write docs/coverage.md from new results.
 	PYTHONPATH=.:tests/support $(BIN)/python tests/sweep/write.py
 
 hosts: $(HOSTS)/.installed  ## Train, kill and resume with the trainers of bcp.integrations, in an environment of their own.
+	$(HOSTS)/bin/python -m pytest -m 'hosts and not long' tests/integrations $(ARGS)
+
+hosts-all: $(HOSTS)/.installed  ## Do the same with every layout; a quarter of an hour.
 	$(HOSTS)/bin/python -m pytest -m hosts tests/integrations $(ARGS)
 
 rgw: venv  ## Run the tests of S3 on Ceph RGW, whose Debian packages it unpacks below .cache.

@@ -69,6 +69,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_state(whole: dict[str, Any
     assert again["losses"] == whole["losses"]
 
 
+@pytest.mark.long
 def test_another_start_in_the_folder_begins_anew(whole: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     PLAIN.kill_in_save(folder, 3)
@@ -77,7 +78,7 @@ def test_another_start_in_the_folder_begins_anew(whole: dict[str, Any], tmp_path
     assert again["losses"] == whole["losses"]
 
 
-@pytest.mark.parametrize("mode", ["peft", "sft+peft"])
+@pytest.mark.parametrize("mode", [pytest.param("peft", marks=pytest.mark.long), "sft+peft"])
 def test_adapters_alone_are_saved(mode: str, tmp_path: Path) -> None:
     job = Job("transformers_job.py", (mode,))
     whole = job.run(tmp_path / "whole")
@@ -120,7 +121,7 @@ def test_ranks_of_fsdp2_and_other_parallelisms(tmp_path: Path) -> None:
     check_close(PLAIN_STILL.run(tmp_path / "plain", "resume"), alone)
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+@pytest.mark.parametrize("stage", [pytest.param("zero2", marks=pytest.mark.long), "zero3"])
 def test_ranks_of_deepspeed(stage: str, tmp_path: Path) -> None:
     job = Job("transformers_job.py", (f"still+{stage}",), world_size=2)
     alone = job.run(tmp_path / "alone")
