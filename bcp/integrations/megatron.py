@@ -84,12 +84,12 @@ def install(*, keep: Any = None, **run_options: Any) -> None:
         loop = importlib.import_module(LOOP)
     except ModuleNotFoundError as error:
         raise bcp.InputError(f"no {LOOP} ({error}): put the Megatron-LM repository on PYTHONPATH") from error
+    version = getattr(importlib.import_module("megatron.core"), "__version__", "of unknown version")
     for name, expected in {**REPLACED, **CALLED}.items():
         function = getattr(loop, name, None)
         found = None if function is None else list(inspect.signature(function).parameters)[: len(expected)]
         if found != expected:
             there = "is not there" if found is None else f"has the parameters ({', '.join(found)})"
-            version = getattr(importlib.import_module("megatron.core"), "__version__", "of unknown version")
             raise bcp.InputError(
                 f"bcp needs {LOOP}.{name}({', '.join(expected)}), which {there} in Megatron {version}: take a version "
                 "that docs/integrations/megatron.md lists"
@@ -109,19 +109,23 @@ def uninstall() -> None:
 class _Job:
     """The run of one call of ``pretrain``, and the functions in the place of Megatron's own."""
 
+    _run: bcp.Run | None = None
+    _pending: Any = None
+    _scheduler: Any = None
+    _operations: Any = 0
+    _saved = (0, 0)  # the last saved or resumed step, and its samples
+    _in_loop = _is_over = False
+
     def __init__(self, loop: Any, keep: Any, run_options: Mapping[str, Any]) -> None:
-        self._loop, self._keep, self._options = loop, keep, {"framework": "megatron", **run_options}
-        self._states: dict[str, Any] = {}
-        self._host, self._scheduler, self._operations = HostState(self._values), None, 0
-        self._run, self._pending = None, None
-        self._saved = (0, 0)  # the last saved or resumed step, and its samples
-        self._in_loop = self._is_over = False
+        self._args, self._update_num_microbatches = loop.get_args, loop.update_num_microbatches
+        self._keep, self._options = keep, dict[str, Any]({"framework": "megatron", **run_options})
+        self._host, self._states = HostState(self._values), dict[str, Any]()
 
     def load_checkpoint(
-        self, ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load", *_: Any, **__: Any
+        self, ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, **named: Any
     ) -> tuple[int, Any]:
         """Load the checkpoint that the arguments name; return its iteration, and the operations until then."""
-        args = self._checked(load_arg=load_arg != "load" and "pretrain() reads --load")
+        args = self._checked(load_arg=named.get("load_arg", "load") != "load" and "pretrain() reads --load")
         whole = not (args.finetune or args.no_load_optim or optimizer is None)
         own = whole and args.save is not None and _place(args.save) == _place(args.load)
         step = (self._resume if own else self._copy)(args, ddp_model, optimizer if whole else None)
@@ -130,9 +134,8 @@ class _Job:
         if not step or args.finetune:
             return 0, 0
         values = self._host.loaded
-        for name in SAMPLES:
-            setattr(args, name, values[name])
-        self._loop.update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
+        vars(args).update({name: values[name] for name in SAMPLES})
+        self._update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
         if whole and opt_param_scheduler is not None:
             opt_param_scheduler.load_state_dict(values["scheduler"])
         self._saved = (step, args.consumed_train_samples) if own else (0, 0)
@@ -150,11 +153,11 @@ class _Job:
                 self._pending.wait()
         self._tell(run)
         self._states |= self._targets(model, [bcp.MegatronRng()], optimizer)
-        self._pending, self._saved = run.save(step), (step, self._loop.get_args().consumed_train_samples)
+        self._pending, self._saved = run.save(step), (step, self._args().consumed_train_samples)
 
     def maybe_finalize_async_save(self, blocking: bool = False, terminate: bool = False) -> None:  # noqa: FBT001, FBT002
         """Write the tracker, after the save if ``blocking``. Before the first step, begin the run."""
-        args = self._loop.get_args()
+        args = self._args()
         if args.save is None or self._is_over or (self._run is None and (blocking or terminate)):
             return
         run = self._started()
@@ -167,45 +170,46 @@ class _Job:
             self._pending.wait()
         self._tell(run)
 
-    def _checked(self, **more: Any) -> Any:
+    def _checked(self, **others: Any) -> Any:
         """Return the arguments of Megatron, without those that do not go with bcp."""
-        args = self._loop.get_args()
+        args = self._args()
         form, strictness = (
             getattr(args, "ckpt_format", "torch_dist"),
             getattr(args, "dist_ckpt_strictness", "raise_all"),
         )
-        more[f"ckpt_format={form}"] = form != "torch_dist" and "bcp has one format: leave it out"
         is_loose = strictness not in ("assume_ok_unexpected", "raise_unexpected", "raise_all")
-        more[f"dist_ckpt_strictness={strictness}"] = is_loose and "a load is strict"
-        more |= {name: getattr(args, name, None) and why for why, names in REFUSED.items() for name in names.split()}
-        check_settings({_option(name): (why, str(why)) for name, why in more.items()})
+        others[f"ckpt_format={form}"] = form != "torch_dist" and "bcp has one format: leave it out"
+        others[f"dist_ckpt_strictness={strictness}"] = is_loose and "a load is strict"
+        others |= {name: getattr(args, name, None) and why for why, names in REFUSED.items() for name in names.split()}
+        check_settings({f"--{name.replace('_', '-')}": (why, str(why)) for name, why in others.items()})
         return args
 
     def _made(self, args: Any) -> bcp.Run:
-        ignored = [_option(name) for name in IGNORED.split() if getattr(args, name, None)]
+        ignored = [f"--{name.replace('_', '-')}" for name in IGNORED.split() if getattr(args, name, None)]
         if ignored and torch.distributed.get_rank() == 0:
             log.warning("bcp saves and loads in its own way: %s have no effect", ", ".join(ignored))
         multiples = getattr(args, "save_retain_interval", None)
         usual = bcp.policies.EveryKSteps(multiples) if multiples else bcp.policies.Everything()
         keep = bcp.policies.AnyKept(usual if self._keep is None else self._keep, 2)  # the tracker may be one behind
-        own = {"save": None, "preemption": bcp.Preemption(signals=()), "keep": keep}
-        return bcp.Run(args.save, self._states, **self._options, **own)
+        preemption = bcp.Preemption(signals=())
+        self._run = bcp.Run(args.save, self._states, save=None, preemption=preemption, keep=keep, **self._options)
+        return self._run
 
     def _started(self) -> bcp.Run:
         """Return the run; one that was not resumed begins anew."""
         if self._run is None:
-            self._run = self._made(self._checked())
-            self._run.resume(fresh=True)
+            self._made(self._checked()).resume(fresh=True)
+        assert self._run is not None  # noqa: S101 -- for mypy
         return self._run
 
     def _resume(self, args: Any, model: Any, optimizer: Any) -> int:
         """Resume the run in ``--save``; return its step, 0 if it begins."""
-        self._run, asked = self._made(args), getattr(args, "ckpt_step", None)
+        run, asked = self._made(args), getattr(args, "ckpt_step", None)
         while True:
-            step = self._run.choose({"megatron": self._host}, step=asked) or _nothing(args)
+            step = run.choose({"megatron": self._host}, step=asked) or _nothing(args)
             self._states |= self._targets(model, self._random(args), optimizer)
             try:
-                self._run.resume()
+                run.resume()
             except bcp.CheckpointError as error:
                 if asked or not step:
                     raise
@@ -234,14 +238,13 @@ class _Job:
         return states if optimizer is None else {**states, "optimizer": optimizer}
 
     def _random(self, args: Any) -> list[Any]:
-        """Return the target of the saved random states. Other layouts, and those who do not want them, drop them."""
+        """Return the target of the saved random states: Megatron's, or on another layout a place to drop them."""
         saved, live = self._host.loaded, bcp.MegatronRng()
-        (own,) = live.sharded_state_dict().values()
         if saved is None:
             return []
-        if architecture(args) != saved["architecture"] and not args.finetune:
-            raise bcp.InputError(f"the checkpoint is of {saved['architecture']}, and this job of {architecture(args)}")
-        shape = tuple(saved["random"])
+        if saved["alike"] != (alike := self._values()["alike"]) and not args.finetune:
+            raise bcp.InputError(f"the checkpoint is of a model with {saved['alike']}, and this job has {alike}")
+        (own,), shape = live.sharded_state_dict().values(), tuple(saved["random"])
         if shape == own.global_shape and not (args.finetune or args.no_load_rng):
             return [live]
         places = itertools.product(*map(range, shape)) if torch.distributed.get_rank() == 0 else ()
@@ -249,33 +252,33 @@ class _Job:
 
     def _values(self) -> dict[str, Any]:
         """Return what the loop needs beside tensors."""
-        args = self._loop.get_args()
+        args = self._args()
         (own,) = bcp.MegatronRng().sharded_state_dict().values()
-        scheduler = None if self._scheduler is None else self._scheduler.state_dict()
-        values = {"scheduler": scheduler, "operations": self._operations, "random": list(own.global_shape)}
-        return {**values, "architecture": architecture(args), **{name: getattr(args, name, 0) for name in SAMPLES}}
+        return {
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "operations": self._operations,
+            "random": list(own.global_shape),
+            "alike": {name: getattr(args, name, None) for name in ALIKE},
+            **{name: getattr(args, name, 0) for name in SAMPLES},
+        }
 
     def _tell(self, run: bcp.Run) -> None:
         """Write the newest durable step into the tracker."""
         if steps := run.committed():
-            _write_tracker(self._loop.get_args().save, steps[-1])
+            _write_tracker(self._args().save, steps[-1])
 
 
 class _NoRandomStates(bcp.RngState):
-    """Stands for the random states that a run adds: those of ranks, which other layouts must not draw from."""
+    """Stands for the random states that a run adds, which are those of ranks and not of a layout."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
 
-    def load_derived(self, state: Any, rank: int) -> None:
+    def load_derived(self, state: Mapping[str, Any], rank: int) -> None:
         pass
-
-
-def architecture(args: Any) -> dict[str, Any]:
-    return {name: getattr(args, name, None) for name in ALIKE}
 
 
 def _nothing(args: Any) -> int:
@@ -285,10 +288,6 @@ def _nothing(args: Any) -> int:
     if Path(args.load, TRACKER).exists():
         raise bcp.InputError(f"{args.load} has a {TRACKER}, but no checkpoint of bcp: take another --load")
     return 0
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _place(path: str) -> str:

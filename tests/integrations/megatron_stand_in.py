@@ -5,6 +5,8 @@ with the same positional and keyword arguments. Model, optimizer, scheduler, gro
 megatron-core, with CUDA's names on the CPU. Import this module before ``bcp.integrations.megatron.install``.
 """
 
+# ruff: noqa: ARG001, FBT001, FBT002 -- signatures of Megatron
+
 from __future__ import annotations
 
 import argparse
@@ -241,7 +243,9 @@ def final() -> float:
     """Return the sum of all parameters; collective."""
     total = torch.tensor(0.0, dtype=torch.float64)
     for parameter in (parameter for module in _trainer.modules for parameter in module.parameters()):
-        alone = parallel_state.get_tensor_model_parallel_world_size() > 1 and not parameter.tensor_model_parallel
+        alone = parallel_state.get_tensor_model_parallel_world_size() > 1 and not getattr(
+            parameter, "tensor_model_parallel", False
+        )
         if not (alone and parallel_state.get_tensor_model_parallel_rank()):
             total += parameter.detach().double().sum()
     distributed.all_reduce(total)
@@ -250,7 +254,7 @@ def final() -> float:
 
 def tracked() -> float:
     """Return a number from the tracker of the tensor-parallel random states."""
-    with tensor_parallel.get_cuda_rng_tracker().fork():
+    with cuda_as_cpu(), tensor_parallel.get_cuda_rng_tracker().fork():
         return float(torch.rand(()))
 
 
