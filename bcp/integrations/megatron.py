@@ -113,6 +113,7 @@ class _Job:
     _pending: Any = None
     _scheduler: Any = None
     _operations: Any = 0
+    _random_states: Any = None
     _saved = (0, 0)  # the last saved or resumed step, and its samples
     _in_loop = _is_over = False
 
@@ -125,7 +126,7 @@ class _Job:
         self, ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, **named: Any
     ) -> tuple[int, Any]:
         """Load the checkpoint that the arguments name; return its iteration, and the operations until then."""
-        args = self._checked(load_arg=named.get("load_arg", "load") != "load" and "pretrain() reads --load")
+        args = self._checked(named.get("load_arg", "load"))
         whole = not (args.finetune or args.no_load_optim or optimizer is None)
         own = whole and args.save is not None and _place(args.save) == _place(args.load)
         step = (self._resume if own else self._copy)(args, ddp_model, optimizer if whole else None)
@@ -139,6 +140,7 @@ class _Job:
         if whole and opt_param_scheduler is not None:
             opt_param_scheduler.load_state_dict(values["scheduler"])
         self._saved = (step, args.consumed_train_samples) if own else (0, 0)
+        self._random_states = bcp.RngState().state_dict()
         return step, values["operations"]
 
     def save_checkpoint(self, *given: Any, **named: Any) -> None:
@@ -161,8 +163,8 @@ class _Job:
         if args.save is None or self._is_over or (self._run is None and (blocking or terminate)):
             return
         run = self._started()
-        if not self._in_loop:
-            run.reapply_random_states()  # iterators over the data were made since
+        if self._random_states is not None and not self._in_loop:
+            bcp.RngState().load_state_dict(self._random_states)  # iterators over the data were made since
         self._in_loop, self._is_over = True, terminate and self._saved[1] == args.consumed_train_samples
         if self._is_over:  # else one more save follows
             run.close()
@@ -170,7 +172,7 @@ class _Job:
             self._pending.wait()
         self._tell(run)
 
-    def _checked(self, **others: Any) -> Any:
+    def _checked(self, load_arg: str = "load") -> Any:
         """Return the arguments of Megatron, without those that do not go with bcp."""
         args = self._args()
         form, strictness = (
@@ -178,14 +180,20 @@ class _Job:
             getattr(args, "dist_ckpt_strictness", "raise_all"),
         )
         is_loose = strictness not in ("assume_ok_unexpected", "raise_unexpected", "raise_all")
-        others[f"ckpt_format={form}"] = form != "torch_dist" and "bcp has one format: leave it out"
-        others[f"dist_ckpt_strictness={strictness}"] = is_loose and "a load is strict"
-        others |= {name: getattr(args, name, None) and why for why, names in REFUSED.items() for name in names.split()}
-        check_settings({f"--{name.replace('_', '-')}": (why, str(why)) for name, why in others.items()})
+        check_settings(
+            {
+                _option(name): (getattr(args, name, None), why)
+                for why, names in REFUSED.items()
+                for name in names.split()
+            }
+            | {f"load_checkpoint(load_arg={load_arg!r})": (load_arg != "load", "the loop has --load")}
+            | {f"--ckpt-format={form}": (form != "torch_dist", "bcp has one format: leave it out")}
+            | {f"--dist-ckpt-strictness={strictness}": (is_loose, "a load is strict")}
+        )
         return args
 
     def _made(self, args: Any) -> bcp.Run:
-        ignored = [f"--{name.replace('_', '-')}" for name in IGNORED.split() if getattr(args, name, None)]
+        ignored = [_option(name) for name in IGNORED.split() if getattr(args, name, None)]
         if ignored and torch.distributed.get_rank() == 0:
             log.warning("bcp saves and loads in its own way: %s have no effect", ", ".join(ignored))
         multiples = getattr(args, "save_retain_interval", None)
@@ -288,6 +296,10 @@ def _nothing(args: Any) -> int:
     if Path(args.load, TRACKER).exists():
         raise bcp.InputError(f"{args.load} has a {TRACKER}, but no checkpoint of bcp: take another --load")
     return 0
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _place(path: str) -> str:

@@ -230,7 +230,7 @@ def pretrain(given: list[str]) -> None:
     args = initialize_megatron(given)
     context: dict[str, Any] = {}
     model, optimizer, scheduler = setup_model_and_optimizer(context)
-    data = torch.utils.data.DataLoader(range(BATCH * 1000), shuffle=True)
+    data = torch.utils.data.DataLoader(range(BATCH * 1000))
     iterator = iter(data)  # draws a seed from torch's generator
     if not args.skip_train:
         iteration, operations = train(model, optimizer, scheduler, iterator, context)
