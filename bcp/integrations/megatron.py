@@ -35,7 +35,7 @@ ALIKE = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups",
 REFUSED = {
     "its loop shards the model itself": "use_torch_fsdp2 use_megatron_fsdp use_custom_fsdp",
     "a restart needs all states": "no_save_optim no_save_rng",
-    "bcp.mirror makes local copies": "non_persistent_save_interval non_persistent_ckpt_type",
+    "a run has one kind of checkpoint": "non_persistent_save_interval non_persistent_ckpt_type",
     "it reads or ends checkpoints past bcp": "use_checkpoint_args inprocess_restart pretrained_checkpoint",
     "it converts a checkpoint": "ckpt_convert_format moe_use_upcycling",
     "the planner does not read such states": "use_precision_aware_optimizer optimizer_cpu_offload fp8_param_gather "
