@@ -122,14 +122,12 @@ class _Job:
         self._keep, self._options = keep, dict[str, Any]({"framework": "megatron", **run_options})
         self._host, self._states = HostState(self._values), dict[str, Any]()
 
-    def load_checkpoint(
-        self, ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, **named: Any
-    ) -> tuple[int, Any]:
+    def load_checkpoint(self, model: Any, optimizer: Any, opt_param_scheduler: Any, **named: Any) -> tuple[int, Any]:
         """Load the checkpoint that the arguments name; return its iteration, and the operations until then."""
         args = self._checked(named.get("load_arg", "load"))
         whole = not (args.finetune or args.no_load_optim or optimizer is None)
         own = whole and args.save is not None and _place(args.save) == _place(args.load)
-        step = (self._resume if own else self._copy)(args, ddp_model, optimizer if whole else None)
+        step = (self._resume if own else self._copy)(args, model, optimizer if whole else None)
         if step and not whole and optimizer is not None and (args.fp16 or args.bf16):
             optimizer.reload_model_params()
         if not step or args.finetune:
@@ -175,17 +173,12 @@ class _Job:
     def _checked(self, load_arg: str = "load") -> Any:
         """Return the arguments of Megatron, without those that do not go with bcp."""
         args = self._args()
-        form, strictness = (
-            getattr(args, "ckpt_format", "torch_dist"),
-            getattr(args, "dist_ckpt_strictness", "raise_all"),
-        )
+        form = getattr(args, "ckpt_format", "torch_dist")
+        strictness = getattr(args, "dist_ckpt_strictness", "raise_all")
         is_loose = strictness not in ("assume_ok_unexpected", "raise_unexpected", "raise_all")
+        named = {name: why for why, names in REFUSED.items() for name in names.split()}
         check_settings(
-            {
-                _option(name): (getattr(args, name, None), why)
-                for why, names in REFUSED.items()
-                for name in names.split()
-            }
+            {_option(name): (getattr(args, name, None), why) for name, why in named.items()}
             | {f"load_checkpoint(load_arg={load_arg!r})": (load_arg != "load", "the loop has --load")}
             | {f"--ckpt-format={form}": (form != "torch_dist", "bcp has one format: leave it out")}
             | {f"--dist-ckpt-strictness={strictness}": (is_loose, "a load is strict")}
