@@ -31,7 +31,7 @@ REPLACED = {
 }
 CALLED: dict[str, list[str]] = {"get_args": [], "update_num_microbatches": ["consumed_samples"]}
 SAMPLES = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
-ALIKE = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "add_position_embedding")
+ALIKE = ("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")
 REFUSED = {
     "its loop shards the model itself": "use_torch_fsdp2 use_megatron_fsdp use_custom_fsdp",
     "a restart needs all states": "no_save_optim no_save_rng",
