@@ -21,7 +21,7 @@ import bcp
 from bcp.integrations import megatron
 from bcp.integrations.megatron import LOOP, TRACKER, install, uninstall
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("ignore")]  # its import warns of much
 
 PATHS = [ROOT, HERE, HERE.parent, HERE.parent / "jobs", HERE.parent / "support"]
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(map(str, PATHS))}
@@ -87,7 +87,12 @@ def test_a_killed_job_goes_on_bit_for_bit(whole: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [((), 2), ((), 1), (PP2, 2)], ids=["two data-parallel ranks", "one rank", "two stages"]
+    ("layout", "ranks"),
+    [
+        pytest.param((), 2, marks=pytest.mark.long, id="two data-parallel ranks"),
+        pytest.param((), 1, id="one rank"),
+        pytest.param(PP2, 2, marks=pytest.mark.long, id="two stages"),
+    ],
 )
 def test_other_layouts(
     killed: tuple[dict[str, Any], Path], layout: tuple[str, ...], ranks: int, tmp_path: Path
@@ -103,6 +108,7 @@ def test_other_layouts(
     assert tracker(tmp_path / "run") == 12
 
 
+@pytest.mark.long
 def test_random_states_do_not_come_back_on_other_layouts(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job(ranks=2).run(folder, "--exit-interval", "4")
@@ -113,6 +119,7 @@ def test_random_states_do_not_come_back_on_other_layouts(tmp_path: Path) -> None
     assert of_first != of_second  # and each its own numbers in it
 
 
+@pytest.mark.long
 def test_a_signal_is_megatrons(whole: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     stopped = job(*TP2, "--exit-signal-handler").run(folder, "stop=6")
@@ -123,6 +130,7 @@ def test_a_signal_is_megatrons(whole: dict[str, Any], tmp_path: Path) -> None:
     assert [*stopped["losses"], *again["losses"]] == whole["losses"]
 
 
+@pytest.mark.long
 def test_the_last_step_is_saved_behind_the_loop(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     found = job("--save-interval", "5", ranks=1).run(folder, "keep=1")
@@ -134,6 +142,7 @@ def test_the_last_step_is_saved_behind_the_loop(tmp_path: Path) -> None:
     assert steps(folder) == [10, 12]
 
 
+@pytest.mark.long
 def test_retained_multiples(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     found = job("--save-interval", "2", "--save-retain-interval", "6", "--async-save", ranks=1).run(folder)
@@ -141,6 +150,7 @@ def test_retained_multiples(tmp_path: Path) -> None:
     assert steps(folder) == [6, 10, 12]
 
 
+@pytest.mark.long
 def test_other_sources(tmp_path: Path) -> None:
     first, other = tmp_path / "first", str(tmp_path / "other")
     alone = job(ranks=1)
@@ -161,6 +171,7 @@ def test_other_sources(tmp_path: Path) -> None:
     assert tracker(first) == 4
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_passed_over(killed: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     alone, folder = killed
     shutil.copytree(folder, tmp_path / "run")
