@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -70,37 +70,25 @@ def _wishes(
         raise click.UsageError("--rename and --replace cannot be combined; write one as the other, or edit twice")
     if text := next((text for text in rename if text.endswith("=")), ""):
         raise click.BadParameter(f"{text!r} has no new name behind '='; --drop leaves a tensor out")
-    renames: Any = _once("--rename", map(_pair, rename)) or [_pair(text) for text in replace] or None
-    dtypes = {pattern: _dtype(name) for pattern, name in _once("--cast", map(_last_pair, cast)).items()}
-    notes = {name: _value(text) for name, text in _once("--note", map(_pair, note)).items()}
-    options = storage_options or None
-    return {"rename": renames, "cast": dtypes, "metadata": notes or None, "storage_options": options, **others}
+    renames: Any = _pairs("--rename", rename) or [_pair(text.partition("=")) for text in replace] or None
+    dtypes = {pattern: _dtype(name) for pattern, name in _pairs("--cast", cast, last=True).items()}
+    notes = {name: _value(text) for name, text in _pairs("--note", note).items()} or None
+    return {"rename": renames, "cast": dtypes, "metadata": notes, "storage_options": storage_options or None, **others}
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    return _both(text, name, equals, value)
-
-
-def _once(option: str, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return a dict of pairs. Raises BadParameter for a name that comes twice."""
+def _pairs(option: str, texts: Sequence[str], *, last: bool = False) -> dict[str, str]:
+    """Return the pairs around the first, or the last, "=" of each text."""
     found: dict[str, str] = {}
-    for name, value in pairs:
+    for name, value in (_pair(text.rpartition("=") if last else text.partition("=")) for text in texts):
         if found.setdefault(name, value) != value:
-            raise click.BadParameter(
-                f"{option} has {name!r} twice, with {found[name]!r} and {value!r}; pass one of them"
-            )
+            raise click.BadParameter(f"{option} has {name!r} with {found[name]!r} and {value!r}; pass one of them")
     return found
 
 
-def _last_pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.rpartition("=")
-    return _both(text, name, equals, value)
-
-
-def _both(text: str, name: str, equals: str, value: str) -> tuple[str, str]:
+def _pair(parts: tuple[str, str, str]) -> tuple[str, str]:
+    name, equals, value = parts
     if not equals or not name:
-        raise click.BadParameter(f"{text!r} has no '=' between two parts")
+        raise click.BadParameter(f"{''.join(parts)!r} has no '=' between two parts")
     return name, value
 
 
