@@ -98,7 +98,13 @@ class ResumableRun(MarkedRun):
             The step of the checkpoint; 0 if there is none.
 
         Raises:
-            As :meth:`resume`.
+            RunTakenError: the folder belongs to another run.
+            CorruptError: there are checkpoints, and all that were tried are damaged.
+            StorageError: no checkpoint can be read, and one may be whole.
+            MismatchError: the checkpoint lacks a key of ``extra_states``.
+            NotACheckpointError: there is no checkpoint of ``step``.
+            UncommittedError: the checkpoint of ``step`` is not committed.
+            InputError: as for :meth:`resume`.
 
         Example::
 
