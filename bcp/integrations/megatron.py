@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,10 @@ def install(*, keep: Any = None, **run_options: Any) -> None:
         loop = importlib.import_module(LOOP)
     except ModuleNotFoundError as error:
         raise bcp.InputError(f"no {LOOP} ({error}): put the Megatron-LM repository on PYTHONPATH") from error
-    version = getattr(importlib.import_module("megatron.core"), "__version__", "of unknown version")
+    try:
+        version = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        version = "from source"
     for name, expected in {**REPLACED, **CALLED}.items():
         function = getattr(loop, name, None)
         found = None if function is None else list(inspect.signature(function).parameters)[: len(expected)]
