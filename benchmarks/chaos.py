@@ -115,11 +115,11 @@ def killed(
 
     Args:
         job: module and arguments of the job, whose folder is ``{out}``.
-        work: as for :func:`kill_and_resume`, as are ``points`` and ``jobs``.
+        work: an empty folder for the files of all runs.
         name: of the folders of checkpoints, before the step.
         modes: some of :data:`MODES`.
-        points: see ``work``.
-        jobs: see ``work``.
+        points: at how many events to kill, evenly spaced over all in every mode.
+        jobs: how many runs at a time.
         ranks: arguments of ckpt-chaos for a job of several ranks.
         victim: the rank that is killed.
 

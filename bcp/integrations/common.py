@@ -11,31 +11,31 @@ import bcp
 __all__ = ["HostState", "check_methods", "check_settings", "step_of"]
 
 
-def check_methods(owner: type, methods: Mapping[str, Sequence[str]], package: str, version: str) -> None:
-    """Check that a trainer still has the methods that an integration replaces.
+def check_methods(owner: Any, methods: Mapping[str, Sequence[str]], package: str, version: str) -> None:
+    """Check that a trainer still has the methods or functions that an integration needs.
 
     A renamed method would not be replaced, and nothing would be saved, without a word.
 
     Args:
-        owner: class of the trainer.
+        owner: class or module of the trainer.
         methods: the first parameters of each method without ``self``, by its name.
         package: of the trainer, as bcp names its integration.
         version: of the package.
 
     Raises:
-        InputError: the class lacks a method, or its parameters are others.
+        InputError: the owner lacks a method, or its parameters are others.
 
     Example:
         >>> check_methods(str, {"title": ()}, "builtins", "3")
 
     """
     for name, expected in methods.items():
-        method = getattr(owner, name, None)
-        found = None if method is None else list(inspect.signature(method).parameters)[1 : len(expected) + 1]
+        method, own = getattr(owner, name, None), int(isinstance(owner, type))  # self of a method
+        found = None if method is None else list(inspect.signature(method).parameters)[own : own + len(expected)]
         if found != list(expected):
-            there = "has no such method" if found is None else f"has the parameters ({', '.join(found)})"
+            there = "does not have it" if found is None else f"has the parameters ({', '.join(found)})"
             raise bcp.InputError(
-                f"bcp replaces {owner.__name__}.{name}({', '.join(expected)}), and {package} {version} {there}: "
+                f"bcp needs {owner.__name__}.{name}({', '.join(expected)}), and {package} {version} {there}: "
                 f"install a version that docs/integrations/{package}.md lists"
             )
 

@@ -1,9 +1,4 @@
-"""Lightning: a callback that owns a :class:`bcp.Run`, and strategies that save and load with it.
-
-Nothing is gathered, and ``CheckpointIO`` is not used. Lightning's own dump (loops, callbacks, schedulers,
-hyper-parameters) is one extra state, so that it commits with the weights.
-"""
-# ruff: noqa: D102 -- methods that Lightning names and calls
+"""Lightning: a callback that owns a :class:`bcp.Run`, and strategies that save and load with it."""
 
 from __future__ import annotations
 
@@ -21,6 +16,9 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch.utils._pytree import tree_leaves
 
 import bcp
+from bcp.integrations.common import step_of
+
+__all__ = ["BcpCheckpoint"]
 
 _SIGNALS = signal.SIGTERM, signal.SIGUSR1  # Lightning's handlers raise in an epoch, or save inside of the handler
 
@@ -68,24 +66,31 @@ class _Strategy(Strategy):
 
 
 class BcpCheckpoint(Callback):
-    """Saves and resumes a training of Lightning, and ends it after a signal.
+    """Saves and resumes a training of Lightning, and ends it after a signal. Lightning's dump commits with the weights.
 
     Args:
         path: the run's folder: a directory or a URL.
         save: as for :class:`bcp.Run`, in optimizer steps. None: only ``trainer.save_checkpoint`` saves.
         wait_for_validation: a save that is due waits for the end of a validation, and has its metrics.
         options: ``keep`` and other arguments of :class:`bcp.Run`.
+
+    Raises:
+        InputError: an argument of the run cannot be used, or this version of Lightning has other methods.
+
+    Example::
+
+        save = BcpCheckpoint("ckpt/run-7", save=100, keep=3)
+        trainer = Trainer(strategy=save.strategy("fsdp2"), callbacks=[save], enable_checkpointing=False)
+        trainer.fit(module, data, ckpt_path=save.newest())
+
     """
 
     run: bcp.Run | None = None  # of the last fit()
 
     def __init__(self, path: str, *, save: Any = 1000, wait_for_validation: bool = False, **options: Any) -> None:
         _check_seam(BcpCheckpoint, Callback, {"run", "strategy", "newest", "load", "save_now"})
-        self._path, self._waits, self._options = (
-            os.fspath(path).rstrip("/"),
-            wait_for_validation,
-            options | {"save": save},
-        )
+        self._path, self._waits = os.fspath(path).rstrip("/"), wait_for_validation
+        self._options: dict[str, Any] = options | {"save": save}
         self._load: bcp.LoadOptions = options.get("load_options") or bcp.LoadOptions()
         bcp.Run(path, {}, **self._options)  # checks them
 
@@ -160,7 +165,8 @@ class BcpCheckpoint(Callback):
 
     def save_now(self, path: str, *, whole: bool) -> None:
         self._asked = step = self._trainer.global_step
-        if not whole or self._step_of(path) not in (None, step) or self.run is None or self._trainer.state.fn != "fit":
+        is_own = path in (self._path, f"{self._path}/step-{step:08d}")
+        if not (whole and is_own) or self.run is None or self._trainer.state.fn != "fit":
             raise bcp.InputError(f"save_checkpoint({path!r}): pass {self._path!r} alone, in a hook of the training")
         self.run.save(step, self._trainer.callback_metrics if self._waits else None)
 
@@ -185,10 +191,7 @@ class BcpCheckpoint(Callback):
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
     def _step_of(self, path: str) -> int | None:
-        folder, _, step = path.rstrip("/").rpartition("/step-")
-        if path != self._path and (folder != self._path or not step.isdecimal()):
-            raise bcp.InputError(f"{path!r} is no step of the run at {self._path!r}: pass save.newest()")
-        return None if path == self._path else int(step)
+        return None if path == self._path else step_of(path, self._path, "ckpt_path")
 
 
 def _check_seam(ours: type, host: type, own: set[str]) -> None:

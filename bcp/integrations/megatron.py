@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import itertools
 import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import bcp
-from bcp.integrations.common import HostState, check_settings
+from bcp.integrations.common import HostState, check_methods, check_settings
 
 __all__ = ["install", "uninstall"]
 
@@ -89,15 +89,7 @@ def install(*, keep: Any = None, **run_options: Any) -> None:
         version = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         version = "from source"
-    for name, expected in {**REPLACED, **CALLED}.items():
-        function = getattr(loop, name, None)
-        found = None if function is None else list(inspect.signature(function).parameters)[: len(expected)]
-        if found != expected:
-            there = "is not there" if found is None else f"has the parameters ({', '.join(found)})"
-            raise bcp.InputError(
-                f"bcp needs {LOOP}.{name}({', '.join(expected)}), which {there} in Megatron {version}: take a version "
-                "that docs/integrations/megatron.md lists"
-            )
+    check_methods(loop, {**REPLACED, **CALLED}, "megatron", version)
     job = _Job(loop, keep, run_options)
     for name in REPLACED:
         _originals[name] = getattr(loop, name)
@@ -227,14 +219,16 @@ class _Job:
     def _copy(self, args: Any, model: Any, optimizer: Any) -> int:
         """Load a checkpoint of another run, or a part of one; return its step, 0 if there is none."""
         asked = getattr(args, "ckpt_step", None)
-        paths = [f"{args.load}/step-{asked:08d}" if asked else bcp.latest(args.load)]
+        options = self._options.get("load_options") or bcp.LoadOptions()
+        newest = partial(bcp.latest, args.load, storage_options=options.storage_options)
+        paths = [f"{args.load}/step-{asked:08d}" if asked else newest()]
         torch.distributed.broadcast_object_list(paths)
         if paths[0] is None:
             return _nothing(args)
-        bcp.load(paths[0], {"extra_states": {"megatron": self._host}}, strict=not args.finetune)
+        bcp.load(paths[0], {"extra_states": {"megatron": self._host}}, options=options, strict=not args.finetune)
         states = self._targets(model, self._random(args), optimizer)
         del states["extra_states"]
-        bcp.load(paths[0], states, framework="megatron", options=self._options.get("load_options"))
+        bcp.load(paths[0], states, framework="megatron", options=options)
         return int(paths[0].rpartition("step-")[2])
 
     def _targets(self, model: Any, random: Any, optimizer: Any) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class BcpCallback(transformers.TrainerCallback):
             metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
             best = bcp.policies.Best(metric, mode="max" if args.greater_is_better else "min")
             keep = bcp.policies.AnyKept(keep, best)
-        self._states: dict[str, Any] = {}
+        self._states, self.load_options = dict[str, Any](), run_options.get("load_options")
         self.make_run = partial(bcp.Run, self.path, self._states, save=None, **run_options, keep=keep)
 
     @contextmanager
@@ -115,9 +115,9 @@ class BcpCallback(transformers.TrainerCallback):
         self.name_best()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stop if the run does: the Trainer logs and evaluates, saves, and ends."""
+        """Stop if the run does: the Trainer logs and saves the step, and ends. An evaluation may drop the save."""
         if self.run.stopping(state.global_step):
-            control.should_save = control.should_training_stop = True
+            control.should_save, control.should_training_stop, control.should_evaluate = True, True, False
         elif not control.should_save:
             self.run.maybe_save(state.global_step)  # holds a standby snapshot, if there are to be some
 
@@ -192,7 +192,7 @@ class BcpTrainer:
 
     def _load_best_model(self) -> None:
         if (path := self.bcp.run.best()) is not None:
-            bcp.load(path, {"model": self.bcp.states()["model"]})
+            bcp.load(path, {"model": self.bcp.states()["model"]}, options=self.bcp.load_options)
         self.bcp.trainer.state.best_model_checkpoint = None  # else the host deletes folders of its own
 
     def _prepare_for_training(self, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:

@@ -140,9 +140,10 @@ class Keeper:
         listing = [candidate async for candidate in candidates(self._folder, ledger, goal.trust)]
         self._there = {candidate.step for candidate in listing if candidate.reason != UNCOMMITTED}
         _tell_of_twins(listing)
-        for at, each in enumerate(listing):
-            if damaged and each.name in damaged:
-                listing[at] = replace(each, reason=damaged[each.name], is_marked=False)
+        known = damaged or {}
+        listing = [
+            replace(each, reason=known[each.name], is_marked=False) if each.name in known else each for each in listing
+        ]
         if step is not None:
             listing = _only(goal, step, listing)
         if goal.fresh:

@@ -163,7 +163,8 @@ class ResumableRun(MarkedRun):
                 that it called verified. If there is none, the run begins anew. Then no policy deletes, and no save
                 replaces, a checkpoint from before until one of the new ones is verified.
             step: resume from this step and no other; None for the newest.
-            fresh: begin anew, whatever is in the folder; return 0. A restart of the job must not pass it again.
+            fresh: begin anew, whatever is in the folder or was chosen; return 0. A restart of the job must not pass it
+                again.
 
         Raises:
             RunTakenError: the folder belongs to another run.
@@ -188,7 +189,8 @@ class ResumableRun(MarkedRun):
 
     def _resume(self, trust: Trust, step: int | None, *, fresh: bool) -> Body[int]:
         self._refuse_if_resumed("resume")
-        goal, began, chosen = _goal(trust, step, fresh=fresh), time.monotonic(), self._chosen
+        goal, began = _goal(trust, step, fresh=fresh), time.monotonic()
+        chosen = None if fresh else self._chosen
         check_lazy(self._save_options, self._given_states)
         place = meeting_place(self._ranks.world_size)
         if chosen is None:

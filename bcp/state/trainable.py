@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bcp.errors import StateError
+from bcp.state.modules import is_fsdp1
 from bcp.state.names import cleaner
 
 __all__ = ["trainable"]
@@ -23,7 +24,7 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         model: with its final shape: the tensors are the model's own, and a load writes into them.
 
     Raises:
-        StateError: no parameter needs a gradient; or FSDP1 has made flat parameters, which mix both.
+        StateError: no parameter needs a gradient; or FSDP1 or ZeRO-3 keeps them in a form of its own.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
@@ -32,15 +33,16 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         ['1.bias', '1.weight']
 
     """
+    if any(map(is_fsdp1, model.modules())):
+        raise StateError("FSDP1 has made flat parameters: pass the whole model, or shard it with FSDP2 (fully_shard)")
     clean, found = cleaner(model), dict[str, torch.Tensor]()
     for prefix, module in model.named_modules():
         own = {name: tensor for name, tensor in module.named_parameters(recurse=False) if tensor.requires_grad}
         if not own:
             continue
-        if any(getattr(tensor, "_is_flat_param", False) or name == "_flat_param" for name, tensor in own.items()):
+        if any(hasattr(tensor, "ds_id") for tensor in own.values()):
             raise StateError(
-                f"{prefix or 'the model'} has a flat parameter of FSDP1, which mixes trained and frozen ones: pass the "
-                "whole model, or shard it with FSDP2 (fully_shard)"
+                f"{prefix or 'the model'} has parameters that ZeRO-3 keeps elsewhere: pass the engine of DeepSpeed"
             )
         stays = module._non_persistent_buffers_set  # noqa: SLF001 -- torch has no other list of them
         own |= {name: buffer for name, buffer in module.named_buffers(recurse=False) if name not in stays}

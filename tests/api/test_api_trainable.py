@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import Ranks
 from torch import nn
 
 import bcp
@@ -78,3 +80,24 @@ def test_a_job_goes_on_from_its_adapters(tmp_path: Path) -> None:
 def test_refused() -> None:
     with pytest.raises(bcp.StateError, match="no parameter of the model needs a gradient"):
         bcp.trainable(nn.Linear(2, 2).requires_grad_(requires_grad=False))
+    partitioned = nn.Linear(2, 2)
+    partitioned.weight.ds_id = 0  # type: ignore[attr-defined]  # as ZeRO-3 marks it
+    with pytest.raises(bcp.StateError, match="pass the engine of DeepSpeed"):
+        bcp.trainable(nn.Sequential(partitioned))
+
+
+def refusal_of_fsdp1() -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 -- it warns
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FullyShardedDataParallel(nn.Linear(4, 4), use_orig_params=True, device_id=torch.device("cpu"))
+    try:
+        bcp.trainable(model)
+    except bcp.StateError as error:
+        return str(error)
+    return ""
+
+
+def test_fsdp1_is_refused(ranks3: Ranks) -> None:
+    assert all("flat parameters" in words for words in ranks3.run(refusal_of_fsdp1))

@@ -187,7 +187,7 @@ def test_a_user_saves_the_step_that_has_ended(tmp_path):
     assert [info.step for info in save.run.list()] == [3]
     for path, options in ((tmp_path / "model.ckpt", {}), (run, {"weights_only": True})):
         user.on_train_batch_end = lambda trainer, *_, to=path, how=options: trainer.save_checkpoint(to, **how)
-        with pytest.raises(bcp.InputError, match=r"no step of the run|alone, in a hook of the training"):
+        with pytest.raises(bcp.InputError, match="alone, in a hook of the training"):
             fit(tmp_path / "other", 4, save=None, callbacks=[user], limit_val_batches=0)
 
 
@@ -198,7 +198,7 @@ def test_a_user_saves_the_step_that_has_ended(tmp_path):
         (r"saves nothing alone: pass Trainer\(strategy", {"strategy": "auto"}),
         ("ModelCheckpoint: the run saves", {"enable_checkpointing": True}),
         ("is for one device", {"devices": 2}),
-        ("no step of the run", {"path": "elsewhere/step-00000004"}),
+        ("is no checkpoint of the run", {"path": "elsewhere/step-00000004"}),
     ],
 )
 def test_misuse_is_refused_before_a_step(tmp_path, words, changes):

@@ -56,6 +56,15 @@ def test_a_job_that_is_asked_to_stop_saves_its_last_step(whole: dict[str, Any], 
     assert again["losses"] == whole["losses"]
 
 
+@pytest.mark.long
+def test_a_stop_saves_its_step_also_if_only_the_best_are_saved(tmp_path: Path) -> None:
+    job = Job("transformers_job.py", ("only-best",))
+    stopped = job.run(tmp_path / "run", "stop")
+    last = stopped["losses"][-1][0]
+    assert stopped["evaluations"][-1][0] < last
+    assert steps(tmp_path / "run")[-1] == last
+
+
 def test_a_damaged_checkpoint_is_passed_over_with_its_state(whole: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     PLAIN.kill_in_save(folder, 3)
@@ -175,7 +184,7 @@ def test_a_trainer_whose_method_has_changed(change: str, tmp_path: Path, monkeyp
     else:
         monkeypatch.setattr(transformers.Trainer, "_load_rng_state", lambda *_: None)
     with pytest.raises(
-        bcp.InputError, match=rf"_load_rng_state\(checkpoint\), and transformers {transformers.__version__} has"
+        bcp.InputError, match=rf"_load_rng_state\(checkpoint\), and transformers {transformers.__version__} (has|does)"
     ):
         attach(trainer)
 

@@ -1,6 +1,6 @@
 """transformers_job.py MODE FOLDER [resume]: a tiny Llama in 12 steps with a save every 4.
 
-MODE: plain, still (no dropout), best, peft, sft, fsdp2, zero2, zero3, or several, joined by "+".
+MODE: plain, still (no dropout), best, only-best, peft, sft, fsdp2, zero2, zero3, or several, joined by "+".
 """
 
 from __future__ import annotations
@@ -98,6 +98,9 @@ def arguments() -> dict[str, Any]:
                 "gradient_accumulation_steps": 1,
                 "zero_allow_untested_optimizer": True,
             }
+    if "only-best" in MODES:  # the last of these is never the best one
+        chosen |= {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1}
+        chosen |= {"metric_for_best_model": "loss", "greater_is_better": True}
     if "best" in MODES:
         chosen |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "save_total_limit": 1}
         chosen |= {"metric_for_best_model": "loss"}
@@ -106,7 +109,7 @@ def arguments() -> dict[str, Any]:
 
 def trainer_of(model: Any) -> Trainer:
     if "sft" not in MODES:
-        evaluation = Data() if "best" in MODES else None
+        evaluation = Data() if {"best", "only-best"} & {*MODES} else None
         return Trainer(
             model=model, args=TrainingArguments(**arguments()), train_dataset=Data(), eval_dataset=evaluation
         )

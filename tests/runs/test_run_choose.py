@@ -223,6 +223,17 @@ def test_a_fresh_start_marks_what_is_there_with_its_first_commit(tmp_path: Path)
         assert run.resume() == 1
 
 
+def test_a_fresh_start_drops_a_choice(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    target = states(1.5)
+    with bcp.Run(tmp_path, target, save=None) as run:
+        assert run.choose({"epoch": 0}) == 2
+        assert run.resume(fresh=True) == 0
+        run.save(1)
+    assert target["model"]["w"].tolist() == [1.5] * 4
+    assert marks(tmp_path) == {1: ("unknown", False), 2: ("suspect", False)}
+
+
 def test_a_fresh_start_in_an_empty_folder(tmp_path: Path) -> None:
     with bcp.Run(tmp_path, states(), save=None) as run:
         assert run.resume(fresh=True) == 0
