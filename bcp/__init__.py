@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from bcp.runs.latest import alatest, latest
     from bcp.runs.listing import StepInfo
     from bcp.runs.preemption import Preemption
+    from bcp.runs.roles import Role
     from bcp.runs.run import Run
     from bcp.state.random_states import RngState
     from bcp.state.trainable import trainable
@@ -59,6 +60,7 @@ __all__ = [
     "Report",
     "RetryPolicy",
     "RngState",
+    "Role",
     "Run",
     "SaveOptions",
     "SaveResult",
@@ -110,6 +112,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.runs.latest": ["alatest", "latest"],
             "bcp.runs.listing": ["StepInfo"],
             "bcp.runs.preemption": ["Preemption"],
+            "bcp.runs.roles": ["Role"],
             "bcp.runs.run": ["Run"],
             "bcp.state.random_states": ["RngState"],
             "bcp.state.trainable": ["trainable"],

@@ -42,6 +42,7 @@ class Entry:
         trust: the mark that it has in the run.
         reason: why.
         pinned: whether it is kept under any policy.
+        launch: of the roles, if the run has several; None if it is not known.
 
     Example:
         >>> Entry(step=300, committed=1_700_000_000.0, metrics={"loss": 2.5}).trust
@@ -55,6 +56,7 @@ class Entry:
     trust: Literal["unknown", "verified", "suspect"] = "unknown"
     reason: str = ""
     pinned: bool = False
+    launch: str | None = None
 
 
 class KeepPolicy(Protocol):

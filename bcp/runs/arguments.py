@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from bcp.backends.local import absolute
 from bcp.errors import InputError
 from bcp.options import SaveOptions
+from bcp.policies.save import SavePolicy, as_save_policy, divided
 from bcp.protocols import States
 from bcp.runs.preemption import Preemption
+from bcp.runs.roles import LAUNCH, Role
 from bcp.state.guard import torch_optimizers
 
-__all__ = ["check_arguments", "check_lazy", "place_of"]
+__all__ = ["below", "check_arguments", "check_lazy", "place_of", "with_launch"]
 
 
 def place_of(path: object) -> str:
@@ -77,6 +80,35 @@ def check_lazy(options: SaveOptions, states: States) -> None:
             "states['optimizer'], or save with snapshot='eager'"
         )
     torch_optimizers(states["optimizer"])
+
+
+def below(path: str, role: Role) -> str:
+    """Return the folder of a role of a run.
+
+    Raises:
+        InputError: it is no role.
+
+    """
+    if not isinstance(role, Role):
+        raise InputError(f"role={role!r}: pass bcp.Role('actor', of=['actor', 'critic'], launch=...), or None")
+    return f"{path.rstrip('/')}/{role.name}"
+
+
+def with_launch(options: SaveOptions, role: Role, save: SavePolicy | int | None) -> SaveOptions:
+    """Return options whose checkpoints name the launch of all roles.
+
+    Raises:
+        InputError: the caller's metadata use this name, or roles would save at different steps.
+
+    """
+    if LAUNCH in options.metadata:
+        raise InputError(f"save_options.metadata has {LAUNCH!r}, which a run of several roles sets: leave it out")
+    if save is not None and divided(as_save_policy(save))[1] is not None:
+        raise InputError(
+            f"save={save!r} reads a clock, so that each role would save at other steps, and no step would be whole: "
+            "pass steps, as 100 or bcp.policies.AtSteps([...]), or save=None and call run.save(step) in all roles"
+        )
+    return replace(options, metadata={**options.metadata, LAUNCH: role.launch})
 
 
 def _is_whole(value: object, least: int) -> bool:

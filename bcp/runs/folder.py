@@ -23,7 +23,7 @@ from bcp.backends.links import LinkFollower, followed, links_of
 from bcp.backends.objects.retry import JITTER, in_turns
 from bcp.backends.small import get_small
 from bcp.errors import BcpError, CorruptError, InputError, RunTakenError, StorageError
-from bcp.format.metadata import METADATA_KEY, decode_commit
+from bcp.format.metadata import METADATA_KEY, Commit, decode_commit
 from bcp.policies.keep import Entry
 from bcp.protocols import Backend, Sweeper, Unfinished, Version, folders_of
 from bcp.runs.deletion import delete_checkpoint
@@ -124,6 +124,19 @@ class Folder:
 
         """
         return await followed(self._backend, name).version(METADATA_KEY) or ""
+
+    async def read_commit(self, name: str) -> Commit:
+        """Read the commit record of a checkpoint. Links are followed.
+
+        Raises:
+            CorruptError: the metadata are damaged.
+            FileNotFoundError: there are none.
+            InputError: as :meth:`commit_of`.
+            StorageError: storage failed.
+
+        """
+        data = await get_small(followed(self._backend, name), METADATA_KEY)
+        return await in_thread(decode_commit, data, name)
 
     async def nbytes_of(self, name: str) -> int:
         """Return the bytes of all files of a folder. Links are followed.
@@ -476,8 +489,7 @@ class Folder:
         """Return the metrics that a checkpoint was committed with; none if its commit object cannot be read."""
         for name in self.names_of(step):
             try:
-                data = await get_small(followed(self._backend, name), METADATA_KEY)
-                return (await in_thread(decode_commit, data, name)).metrics
+                return (await self.read_commit(name)).metrics
             except (BcpError, FileNotFoundError) as error:
                 log.debug("the metrics of a checkpoint are unknown", checkpoint=name, error=repr(error))
         return {}

@@ -11,6 +11,7 @@ from typing import Literal
 from bcp._job import Permit
 from bcp._log import log
 from bcp.errors import (
+    BcpError,
     CorruptError,
     FormatVersionError,
     InputError,
@@ -25,6 +26,7 @@ from bcp.runs.candidates import UNCOMMITTED, Candidate, Goal, candidates
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
 from bcp.runs.resuming import Candidates, Choice, Resumed
+from bcp.runs.roles import Roles
 
 __all__ = ["End", "Keeper"]
 
@@ -85,10 +87,11 @@ class Keeper:
         began: when this life of the job took the folder, in monotonic seconds.
     """
 
-    def __init__(self, folder: Folder, keep: KeepPolicy) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Folder, keep: KeepPolicy, roles: Roles | None = None) -> None:
+        self._folder, self._keep, self._roles = folder, keep, roles
         self._distrusted: set[int] = set()
         self._there: set[int] = set()
+        self._tried: set[int] = set()
         self._untouched: set[int] = set()
         self._left_behind: set[int] = set()
         self._staying: dict[int, tuple[str, str]] = {}
@@ -127,12 +130,15 @@ class Keeper:
             NotACheckpointError: there is no checkpoint of the goal's step; the folder was not taken.
             UncommittedError: that checkpoint was never committed, or is partly deleted.
             InputError: the marks are against that step.
+            CorruptError: of several roles, one has lost what the others go on from.
 
         """
         step = goal.step
         if step is not None and step not in await self._folder.steps():
             there = _steps_there(self._folder)
             raise NotACheckpointError(f"{self._folder.url} has no checkpoint of step {step}; {there}")
+        if self._roles is not None:
+            await self._roles.refuse(goal)
         ledger = await self._folder.take(run_id)
         self._clock = RunClock()
         self._clock.complain_of_future(max((entry.committed for entry in ledger.entries), default=0.0))
@@ -148,9 +154,12 @@ class Keeper:
             listing = _only(goal, step, listing)
         if goal.fresh:
             listing = [replace(each, reason=each.reason or _asked(goal)) for each in listing]
+        if self._roles is not None:
+            listing = await self._roles.agreed(goal, self._folder, listing)
         tried = [candidate for candidate in listing if not candidate.reason]
         others = [Choice(candidate.step, candidate.reason, candidate.name) for candidate in listing if candidate.reason]
         steps, names = [candidate.step for candidate in tried], [candidate.name for candidate in tried]
+        self._tried = set(steps)
         return Candidates(tuple(steps), tuple(others), ledger.owner, tuple(names))
 
     async def look(self) -> None:
@@ -179,9 +188,17 @@ class Keeper:
             await self._folder.change(lambda ledger: ledger.staying(resumed.step, self._clock.now()))
         elif goal.trust == "verified" and not goal.fresh:
             self._untouched = self._there
-        if goal.step is not None or goal.fresh:
+        if goal.step is not None or goal.fresh or self._roles is not None:
             self._left_behind = {newer for newer in self._there if newer > resumed.step}
-            self._went_back = "the run began anew" if goal.fresh else f"the run went back to step {goal.step}"
+            self._went_back = f"the run went back to step {resumed.step}" if resumed.name else "the run began anew"
+
+    async def distrust(self, error: CorruptError) -> None:
+        """Mark the checkpoint that a role has tried as suspect, for it did not load: no role takes its step again."""
+        for step in self._tried:
+            try:
+                await self._note(lambda ledger: ledger.marked(step, "suspect", f"it did not load: {error}"))  # noqa: B023 -- called at once
+            except (StorageError, InputError) as failure:
+                error.add_note(f"Step {step} could not be marked as suspect: {failure}")
 
     async def committed(self, step: int, metrics: Mapping[str, float], live: Collection[int]) -> None:
         """Enter a checkpoint into the ledger, then delete older ones that the policy gives up.
@@ -210,7 +227,7 @@ class Keeper:
         self._left_behind = set()
         self._complain_if_none(ledger, now)
         untouched = self._untouched_now(ledger)
-        gone = doomed(ledger.entries, self._keep, now, self._distrusted)
+        gone = await self._given_up(ledger, now)
         await self._remove(old for old in gone if old < step and old not in untouched)
         left = [old for old in await self._folder.leftovers(live) if old < step and old not in untouched]
         for old in left:
@@ -219,6 +236,17 @@ class Keeper:
         if unfinished is not None:
             await self._folder.discard(unfinished)
             self._tidied = True
+
+    async def _given_up(self, ledger: Ledger, now: float) -> Collection[int]:
+        """Return the steps that the policy gives up. Of several roles it sees whole steps only."""
+        if self._roles is None:
+            return doomed(ledger.entries, self._keep, now, self._distrusted)
+        try:
+            whole = await self._roles.whole(ledger.entries, self._folder)
+        except BcpError as error:
+            log.warning("no checkpoint is deleted now, for another role's cannot be read: %s", error)
+            return ()
+        return sorted({*whole.broken, *doomed(whole.entries, self._keep, now, self._distrusted | {*whole.doubted})})
 
     async def _remove(self, steps: Iterable[int]) -> None:
         """Delete checkpoints, but not behind the back of a link that stays.
@@ -316,7 +344,10 @@ class Keeper:
         """
         ledger = await self._folder.peek() or self._folder.ledger
         await self._folder.steps()
-        entries = () if ledger is None else ledger.entries
+        entries: Sequence[Entry] = () if ledger is None else ledger.entries
+        if self._roles is not None:
+            whole = await self._roles.whole(entries, self._folder)
+            entries = [entry for entry in whole.entries if entry.step not in whole.doubted]
         for step in policy.ranked([entry for entry in entries if entry.trust != "suspect"]):
             for name in self._folder.names_of(step):
                 if await self._folder.commit_of(name):
@@ -354,6 +385,8 @@ class Keeper:
         """
         try:
             await self._folder.check_owner()
+            if self._roles is not None:
+                await self._roles.check()
         except StorageError as error:
             log.warning("the run's ledger could not be read before a save, which goes on: %s", error)
 
@@ -362,16 +395,9 @@ class Keeper:
 
         A job that is killed between the commit and the ledger leaves a new checkpoint with the old entry.
         """
-
-        def doubted(ledger: Ledger) -> Ledger:
-            entry = ledger.entry(step)
-            if entry is None or entry.trust != "verified":
-                return ledger
-            return ledger.marked(step, "unknown").pinned(step, entry.pinned or step in self._staying)
-
         if self.has(step):
             try:
-                await self.change(doubted)
+                await self.change(lambda ledger: ledger.doubted(step, stays=step in self._staying))
             except StorageError as error:  # the save goes on: other ranks have begun it
                 log.warning("step %d, which is saved again, is still marked as verified", step, error=repr(error))
 
@@ -389,12 +415,12 @@ class Keeper:
         Another job may have marked a checkpoint since its commit. The mark stays, unless the save replaced another
         checkpoint of the step: the mark may be about that one.
         """
-        unnoted = dict(self._unnoted)
+        unnoted, launch = dict(self._unnoted), None if self._roles is None else self._roles.launch
 
         def note(ledger: Ledger) -> Ledger:
             for step, (committed, metrics) in unnoted.items():
                 marked = None if step in self._replaced else ledger.entry(step)
-                ledger = ledger.with_checkpoint(step, committed, metrics)
+                ledger = ledger.with_checkpoint(step, committed, metrics, launch)
                 if marked is not None:
                     ledger = ledger.marked(step, marked.trust, marked.reason)
             return change(ledger.observed(self.hours()) if unnoted else ledger)
@@ -429,6 +455,8 @@ class Keeper:
                 await self._note(lambda ledger: ledger.observed(self.hours()).ended(end))
         finally:
             await self._folder.aclose()
+            if self._roles is not None:
+                await self._roles.aclose()
 
     def hours(self) -> float:
         """Return the hours since this life took the folder."""

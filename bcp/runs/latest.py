@@ -12,10 +12,11 @@ from bcp._log import log
 from bcp._plain import plain
 from bcp.backends import resolve, shown
 from bcp.errors import BcpError, CorruptError, InputError, StorageError
-from bcp.runs.candidates import Trust, candidates
+from bcp.runs.candidates import Goal, Trust, candidates
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
 from bcp.runs.ledger_file import TRIES
+from bcp.runs.roles import Role, launch_at, roles_at
 from bcp.runs.words import lost_metadata
 from bcp.runtime import bridge as _bridge
 
@@ -23,7 +24,11 @@ __all__ = ["alatest", "check_trust", "folder_of", "latest"]
 
 
 def latest(
-    path: str | os.PathLike[str], *, trust: Trust = "any", storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    *,
+    role: str | None = None,
+    trust: Trust = "any",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Return the path of the newest committed checkpoint of a run, for :func:`bcp.load`; None if there is none.
 
@@ -37,12 +42,14 @@ def latest(
 
     Args:
         path: the run's folder, as for :class:`~bcp.Run`.
+        role: of a run of several roles: the one whose checkpoint to return. It is of the newest step that all roles
+            have committed.
         trust: ``"any"``: all checkpoints but those that :meth:`Run.mark` called suspect. ``"verified"``: only those
             that it called verified.
         storage_options: for the file system of a URL, as in :class:`~bcp.SaveOptions`.
 
     Raises:
-        InputError: the URL or ``trust`` cannot be used.
+        InputError: the URL or ``trust`` cannot be used, or the run has no such role.
         FormatVersionError: a newer bcp has written the run's ledger.
         StorageError: storage failed, or none of the checkpoints can be read.
         CorruptError: the run's ledger has checkpoints to try, and the metadata of all of them are gone.
@@ -56,18 +63,26 @@ def latest(
     """
     try:
         return _bridge.run(
-            partial(alatest, path, trust=trust, storage_options=storage_options), name=f"list {shown(str(path))}"
+            partial(alatest, path, role=role, trust=trust, storage_options=storage_options),
+            name=f"list {shown(str(path))}",
         )
     except BcpError as error:
         raise plain(error) from error.__cause__
 
 
 async def alatest(
-    path: str | os.PathLike[str], *, trust: Trust = "any", storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    *,
+    role: str | None = None,
+    trust: Trust = "any",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Do the same as :func:`latest` from a coroutine."""
     check_trust(trust)
     folder, place = folder_of(path, storage_options)
+    if role is not None:
+        await folder.aclose()
+        return await _latest_whole(place, role, trust, storage_options)
     try:
         for attempt in range(TRIES):
             ledger = await folder.peek()
@@ -101,6 +116,24 @@ def folder_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] |
         if ".." in place.split("/"):
             place = os.path.normpath(place)  # a run looks there, too
     return Folder(resolve(place, storage_options), shown(place)), place.rstrip("/")
+
+
+async def _latest_whole(place: str, role: str, trust: Trust, storage_options: Mapping[str, Any] | None) -> str | None:
+    """Return the path of a role's checkpoint of the newest step that all roles have; None if there is none."""
+    async with aclosing(resolve(place, storage_options)) as backend:
+        launch = await launch_at(backend, shown(place))
+    if launch is None or role not in launch.roles:
+        known = "no roles yet" if launch is None else f"the roles {', '.join(launch.roles)}"
+        raise InputError(f"role={role!r}: the run at {shown(place)} has {known}; pass one of its roles, or none")
+    below = f"{place}/{role}"
+    folder = Folder(resolve(below, storage_options), shown(below))
+    roles = roles_at(Role(role, of=launch.roles, launch=launch.id), place, storage_options)
+    async with aclosing(folder), aclosing(roles):
+        ledger = await folder.peek()
+        await folder.steps()
+        listing = [candidate async for candidate in candidates(folder, ledger, trust)]
+        weighed, index = await roles.weighed(Goal(trust), folder, listing)
+    return f"{below}/{weighed[index].name}" if index < len(weighed) else None
 
 
 async def _first(folder: Folder, ledger: Ledger | None, trust: Trust) -> str | None:

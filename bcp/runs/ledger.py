@@ -115,13 +115,16 @@ class Ledger:
         """Return the entry of a step; None if the ledger has no checkpoint of it."""
         return next((entry for entry in self.entries if entry.step == step), None)
 
-    def with_checkpoint(self, step: int, committed: float, metrics: Mapping[str, float]) -> Ledger:
+    def with_checkpoint(
+        self, step: int, committed: float, metrics: Mapping[str, float], launch: str | None = None
+    ) -> Ledger:
         """Add a checkpoint. One of the same step is replaced: its pin stays, its trust does not.
 
         Args:
             step: its step.
             committed: when it was committed, in Unix seconds.
             metrics: numbers by name. One that is not finite is left out: no policy could compare it.
+            launch: of the roles, if the run has several.
 
         Raises:
             InputError: the step, a metric's name or its value is no such thing.
@@ -132,7 +135,8 @@ class Ledger:
         noted = {name: value for name, value in numbers(metrics).items() if math.isfinite(value)}
         known = self.entry(step)
         pinned = known is not None and known.pinned
-        return self.with_entries([Entry(step=step, committed=float(committed), metrics=noted, pinned=pinned)])
+        committed = float(committed)
+        return self.with_entries([Entry(step=step, committed=committed, metrics=noted, pinned=pinned, launch=launch)])
 
     def with_entries(self, entries: Iterable[Entry]) -> Ledger:
         """Add entries; those of the same steps are replaced."""
@@ -199,6 +203,21 @@ class Ledger:
 
         """
         return self._with(step, pinned=bool(yes))
+
+    def doubted(self, step: int, *, stays: bool) -> Ledger:
+        """Take back what is known of a checkpoint that is about to be saved again: its trust, and its launch.
+
+        Args:
+            step: its step; one that is not there is no error.
+            stays: the checkpoint stays beside the new one, so one that was verified is pinned.
+
+        """
+        entry = self.entry(step)
+        if entry is None:
+            return self
+        if entry.trust == "verified":
+            entry = replace(entry, trust="unknown", reason="", pinned=entry.pinned or stays)
+        return self.with_entries([replace(entry, launch=None)])
 
     def _with(self, step: int, **changes: Any) -> Ledger:
         """Change the entry of a step."""
@@ -377,6 +396,7 @@ def _entry(fields: _Fields) -> Entry:
         trust=cast("Trust", trust),
         reason=fields.text("reason"),
         pinned=fields.truth("pinned"),
+        launch=fields.text("launch") if "launch" in fields.values else None,
     )
 
 
@@ -399,7 +419,7 @@ def _life(fields: _Fields) -> Life:
 
 def _fields(entry: Entry) -> dict[str, object]:
     """Return an entry as JSON."""
-    return {
+    fields = {
         "step": entry.step,
         "committed": entry.committed,
         "metrics": dict(entry.metrics),
@@ -407,6 +427,7 @@ def _fields(entry: Entry) -> dict[str, object]:
         "reason": entry.reason,
         "pinned": entry.pinned,
     }
+    return fields if entry.launch is None else {**fields, "launch": entry.launch}
 
 
 def _removal_fields(removal: Removal) -> dict[str, object]:

@@ -27,6 +27,7 @@ from bcp.runs.meetings import Meetings, meeting_place
 from bcp.runs.names import whole_step
 from bcp.runs.plans import Clock
 from bcp.runs.resuming import Candidates, Load, Resumed, resume
+from bcp.runs.roles import Role, Roles, roles_at
 from bcp.runs.states import RunStates
 from bcp.runs.words import lost_metadata
 from bcp.state.random_states import RngState
@@ -70,6 +71,7 @@ class ResumableRun(MarkedRun):
     _given_states: States
     _states: RunStates
     _load_options: LoadOptions
+    _role: Role | None
     _clock: Clock
     _damaged: dict[str, str]
     _chosen: _Chosen | None = None
@@ -229,10 +231,10 @@ class ResumableRun(MarkedRun):
     def _first(self, goal: Goal, load: Load, *, exactly: bool) -> Body[Resumed]:
         """Load the first checkpoint that loads. Rank 0 takes the folder."""
         if self._ranks.rank == 0 and self._keeper is None:  # else an earlier call has failed, or chosen
-            self._keeper = Keeper(self._folder(), self._keep)
+            self._keeper = Keeper(self._folder(), self._keep, self._roles())
         keeper = self._keeper
         list_them = partial(_of(keeper).candidates, self._run_id, goal, self._damaged) if keeper else _unasked
-        found: Resumed = yield partial(self._tried, list_them, load, exactly=exactly)
+        found: Resumed = yield partial(self._tried, list_them, load, exactly=exactly or self._role is not None)
         if self._damaged and not found.name and not goal.fresh:  # as if they had been tried now
             raise CorruptError(
                 f"none of the checkpoints at {shown(self._url)} can be loaded, and the run does not begin anew by "
@@ -242,15 +244,20 @@ class ResumableRun(MarkedRun):
 
     async def _tried(self, candidates: Callable[[], Awaitable[Candidates]], load: Load, *, exactly: bool) -> Resumed:
         """Load the first candidate that loads on every rank; see :func:`bcp.runs.resuming.resume`."""
-        return await resume(
-            self._ranks,
-            f"resume the run at {shown(self._url)}",
-            self._load_options.timeout,
-            candidates,
-            load,
-            look=lambda: _of(self._keeper).look(),
-            exactly=exactly,
-        )
+        try:
+            return await resume(
+                self._ranks,
+                f"resume the run at {shown(self._url)}",
+                self._load_options.timeout,
+                candidates,
+                load,
+                look=lambda: _of(self._keeper).look(),
+                exactly=exactly,
+            )
+        except CorruptError as error:
+            if self._role is not None and self._keeper is not None:
+                await self._keeper.distrust(error)
+            raise
 
     def _begin_life(self, place: Store | None, began: float) -> None:
         """Listen for signals, and count steps from the loaded one on."""
@@ -261,6 +268,14 @@ class ResumableRun(MarkedRun):
         self._clock.start(step, restart=time.monotonic() - began if step else 0.0)
         self._saves.step = step or None
         self._schedule.renew(ranks, step)
+
+    def _roles(self) -> Roles | None:
+        """Return what this role asks about the others; None if the run has no roles."""
+        role, options = self._role, self._save_options
+        if role is None:
+            return None
+        above = self._url.removesuffix(f"/{role.name}")
+        return roles_at(role, above, options.storage_options, options.retries)
 
     async def _load(self, step: int, name: str) -> LoadResult:
         states = self._states.now()

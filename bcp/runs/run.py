@@ -17,7 +17,7 @@ from bcp.planners import Framework
 from bcp.policies.keep import KeepPolicy, as_keep_policy
 from bcp.policies.save import Costs, SavePolicy, as_save_policy
 from bcp.protocols import Coordinator, States
-from bcp.runs.arguments import check_arguments, check_lazy, place_of
+from bcp.runs.arguments import below, check_arguments, check_lazy, place_of, with_launch
 from bcp.runs.calls import Body, adrive, drive
 from bcp.runs.ledger import numbers
 from bcp.runs.names import whole_step
@@ -25,6 +25,7 @@ from bcp.runs.plans import Clock, agreed, told
 from bcp.runs.preemption import Preemption
 from bcp.runs.resumable import ResumableRun
 from bcp.runs.resuming import Resumed
+from bcp.runs.roles import Role
 from bcp.runs.saver import Saver
 from bcp.runs.saves import OnCommit, OnFailure, Saves, Standby, Watchdog, nothing
 from bcp.runs.schedule import Schedule
@@ -76,6 +77,7 @@ class Run(ResumableRun):
         load_options: LoadOptions | None = None,
         on_commit: OnCommit = nothing,
         on_failure: OnFailure = nothing,
+        role: Role | None = None,
         coordinator: Coordinator | None = None,
     ) -> None:
         """Describe the run; touches no storage.
@@ -97,10 +99,12 @@ class Run(ResumableRun):
             load_options: how to load.
             on_commit: called with step and result in a thread, on every rank, once a checkpoint is durable.
             on_failure: called with step and error in a thread, when a save has failed.
+            role: of this world of ranks, if the run has several, as an actor and a critic. It saves below
+                ``path/NAME``, and a step counts once all roles have committed it.
             coordinator: as for :func:`bcp.save`.
 
         Raises:
-            InputError: a policy, a number or the states cannot be used.
+            InputError: a policy, a number or the states cannot be used; or roles save by a policy that reads a clock.
 
         """
         check_arguments(
@@ -110,7 +114,10 @@ class Run(ResumableRun):
         self._given_states, self._states, self._pid = states, RunStates(states), os.getpid()
         self._keep = as_keep_policy(keep)
         self._run_id, self._standby_steps = run_id, standby_steps
+        self._role = role
         self._save_options = with_overrides(SaveOptions, save_options, {})
+        if role is not None:
+            self._url, self._save_options = below(self._url, role), with_launch(self._save_options, role, save)
         self._load_options = with_overrides(LoadOptions, load_options, {})
         if states:  # else the caller fills them in before resume()
             check_lazy(self._save_options, states)

@@ -1,0 +1,399 @@
+"""Several roles of one run, as the actor and the critic of an RL job: a step counts once all of them have committed it.
+
+Each role is a world of its own: its ranks exchange nothing with the ranks of other roles. It has a run's folder of its
+own, ``PATH/actor``, with a ledger of its own. Roles meet in storage alone. A launch is one start of all of them. Its id
+is in each checkpoint. A step is whole if all roles have committed it in one launch.
+
+The first role that resumes decides for all: it takes the newest whole step, and writes it into ``PATH/roles.json``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bcp.backends import resolve, shown
+from bcp.backends.place import RESERVED, ROLE
+from bcp.backends.small import get_small
+from bcp.errors import CorruptError, InputError, RunTakenError, StorageError
+from bcp.policies.keep import Entry
+from bcp.protocols import Backend, RetryPolicy, Version
+from bcp.runs.candidates import Candidate, Goal
+from bcp.runs.folder import Folder
+from bcp.runs.launches import LAUNCHES_KEY, Launch
+from bcp.runs.ledger import MOST_BYTES, Ledger
+from bcp.runs.ledger_file import TRIES
+from bcp.runs.names import step_of
+
+__all__ = ["LAUNCH", "Role", "Roles", "Whole", "launch_at", "roles_at"]
+
+LAUNCH = "bcp.launch"
+"""Name of the launch in the metadata of a checkpoint."""
+
+_MOST_ID = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The part that one world of ranks plays in a run of several, for :class:`bcp.Run`.
+
+    The actor and the critic of an RL job train in worlds of their own. With roles, a step of the run counts once all
+    roles have committed it: a resumption, :func:`bcp.latest` and retention see no other.
+
+    Args:
+        name: of this world, as ``"actor"``.
+        of: names of all roles, this one among them; the same for all.
+        launch: id of this start of the job, the same for all roles. Each restart of the job needs a new one: an id of
+            the scheduler with its count of restarts, or a random one that the driver hands out.
+
+    Raises:
+        InputError: a name cannot be that of a folder, ``of`` lacks ``name`` or has one twice, or ``launch`` is no id.
+
+    Example:
+        >>> role = bcp.Role("actor", of=["actor", "critic"], launch="job-7.0")
+        >>> with bcp.Run("ckpt/rl-2", {"model": torch.nn.Linear(4, 4)}, save=10, role=role) as run:
+        ...     _ = run.resume(), run.maybe_save(10)
+        >>> bcp.latest("ckpt/rl-2", role="actor") is None  # the critic has not saved it yet
+        True
+
+    """
+
+    name: str
+    of: Sequence[str] = field(kw_only=True)
+    launch: str = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.of, str) or not isinstance(self.of, Sequence):
+            raise InputError(f"Role(of={self.of!r}): pass a list with the names of all roles, as ['actor', 'critic']")
+        for name in (self.name, *self.of):
+            if not isinstance(name, str) or not ROLE.fullmatch(name) or name in RESERVED or step_of(name) is not None:
+                raise InputError(
+                    f"Role: {name!r} cannot name the folder of a role: use letters, digits, '-' and '_', and none of "
+                    f"{', '.join(RESERVED)} or step-1000"
+                )
+        object.__setattr__(self, "of", tuple(sorted(self.of)))
+        if self.name not in self.of or len(set(self.of)) < len(self.of):
+            raise InputError(f"Role({self.name!r}, of={list(self.of)}): name each role once, this one among them")
+        if not isinstance(self.launch, str) or not self.launch.isprintable() or not 0 < len(self.launch) <= _MOST_ID:
+            raise InputError(
+                f"Role(launch={self.launch!r}) is no id of a launch: pass 1 to {_MOST_ID} printable characters, the "
+                "same for all roles, and others after each restart of the job"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The checkpoints of a role, as the other roles complete them.
+
+    Attributes:
+        entries: of the whole steps. Pins and metrics of all roles are in them.
+        doubted: steps among them that another role calls suspect.
+        broken: of the other steps, those that will never be whole, but not those that are pinned or verified.
+    """
+
+    entries: Sequence[Entry]
+    doubted: Collection[int]
+    broken: Collection[int]
+
+
+class Roles:
+    """What one role knows of the others. Exists on its rank 0 only."""
+
+    def __init__(self, role: Role, url: str, backend: Backend, open_folder: Callable[[str], Folder]) -> None:
+        """Take the place; nothing is read yet.
+
+        Args:
+            role: this one.
+            url: of the path above the folders of the roles, for messages.
+            backend: over that path. :meth:`aclose` closes it.
+            open_folder: opens the folder of a role.
+
+        """
+        self._role, self._url, self._backend, self._open = role, url, backend, open_folder
+        self._token = secrets.token_hex(8)
+
+    @property
+    def launch(self) -> str:
+        """The id of the launch, for the checkpoints that are saved in it."""
+        return self._role.launch
+
+    async def refuse(self, goal: Goal) -> None:
+        """Raise an error of :meth:`agreed` that needs no look at checkpoints, before the role's folder is taken."""
+        stored, _ = await _stored(self._backend, self._url)
+        if stored is not None:
+            self._check(stored, goal)
+
+    async def agreed(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> list[Candidate]:
+        """Keep the step that this launch goes on from, and give each other candidate a reason.
+
+        The first role of a launch decides. Others take its step.
+
+        Args:
+            goal: as for :meth:`bcp.Run.resume`; the same for all roles.
+            own: the folder of this role.
+            listing: its candidates, newest first.
+
+        Raises:
+            RunTakenError: another launch has begun since, or this role has resumed in it already.
+            InputError: the roles differ from those in the folder, or have asked for different steps.
+            CorruptError: no step is whole any more, or this role lacks the step of the launch.
+            StorageError: storage failed.
+
+        """
+        launch, weighed = await self._join(goal, own, listing)
+        if launch.step not in {0, *(candidate.step for candidate in listing if not candidate.reason)}:
+            why = "; ".join(each.reason for each in listing if each.step == launch.step) or "it is not there"
+            raise CorruptError(
+                f"launch {launch.id!r} goes on from step {launch.step}, and {self._role.name} cannot load it: {why}. "
+                "Restart all roles with another launch=; they go on from an older step"
+            )
+        chosen = f"launch {launch.id!r} goes on from {f'step {launch.step}' if launch.step else 'the beginning'}"
+        known = {(each.step, each.name): each.reason for each in weighed}
+        return [
+            candidate
+            if candidate.step == launch.step or candidate.reason
+            else replace(candidate, reason=known[candidate.step, candidate.name] or chosen)
+            for candidate in listing
+        ]
+
+    async def whole(self, entries: Sequence[Entry], own: Folder) -> Whole:
+        """Say which checkpoints of this role are whole, by the ledgers of all roles.
+
+        Raises:
+            BcpError: a ledger, or the metadata of a checkpoint, cannot be read.
+
+        """
+        steps = {entry.step for entry in entries}
+        mine = {entry.step: await _with_launch(own, entry) for entry in entries}
+        others = [await self._entries(name, steps) for name in self._others]
+        whole: list[Entry] = []
+        doubted: set[int] = set()
+        for step, entry in mine.items():
+            twins = [theirs[step] for theirs in others if step in theirs]
+            if len(twins) < len(others) or {twin.launch for twin in twins} != {entry.launch}:
+                continue
+            metrics = {name: value for each in (*twins, entry) for name, value in each.metrics.items()}
+            whole.append(replace(entry, metrics=metrics, pinned=any(each.pinned for each in (*twins, entry))))
+            doubted |= {step} if any(twin.trust == "suspect" for twin in twins) else set()
+        sound = [entry.step for entry in whole if entry.trust != "suspect" and entry.step not in doubted]
+        left = [mine[step] for step in steps - {entry.step for entry in whole} if step < max(sound, default=0)]
+        broken = {entry.step for entry in left if not entry.pinned and entry.trust != "verified"}
+        return Whole(whole, doubted, broken)
+
+    async def check(self) -> None:
+        """Raise RunTakenError if another launch has begun since; StorageError if that cannot be read."""
+        launch, _ = await _stored(self._backend, self._url)
+        if launch is not None and launch.id != self.launch:
+            raise self._taken(launch)
+
+    async def aclose(self) -> None:
+        """Close the connections to storage."""
+        await self._backend.aclose()
+
+    @property
+    def _others(self) -> Sequence[str]:
+        return [name for name in self._role.of if name != self._role.name]
+
+    # -- resumption ---------------------------------------------------------------------------
+
+    async def weighed(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[list[Candidate], int]:
+        """Look for the newest whole step; return the candidates with reasons against newer ones, and its place.
+
+        The place is the number of candidates if no step is whole.
+
+        Raises:
+            BcpError: a ledger, or the metadata of a checkpoint, cannot be read.
+
+        """
+        folders = {name: self._open(name) for name in self._others}
+        try:
+            ledgers = {name: await folder.peek() for name, folder in folders.items()}
+            for folder in folders.values():
+                await folder.steps()
+            weighed = list(listing)
+            for place, candidate in enumerate(listing):
+                if candidate.reason:
+                    continue
+                launch = await _launch_in(own, candidate.name)
+                reasons = [
+                    await self._against(candidate.step, launch, goal, name, folder, ledgers[name])
+                    for name, folder in folders.items()
+                ]
+                reason = "; ".join(filter(None, reasons))
+                if not reason:
+                    return weighed, place
+                weighed[place] = replace(candidate, reason=reason)
+            return weighed, len(listing)
+        finally:
+            for folder in folders.values():
+                await folder.aclose()
+
+    async def _against(
+        self, step: int, launch: str, goal: Goal, name: str, folder: Folder, ledger: Ledger | None
+    ) -> str:
+        """Return why a checkpoint of another role does not complete a step; "" if it does."""
+        there = [
+            each for each in folder.names_of(step) if step in folder.listed.folders and await folder.commit_of(each)
+        ]
+        if not there:
+            return f"{name} has no committed checkpoint of it"
+        theirs = await _launch_in(folder, there[0])
+        if theirs != launch:
+            return f"{name} has saved it in launch {theirs!r}, and {self._role.name} in launch {launch!r}"
+        entry = None if ledger is None else ledger.entry(step)
+        trust = "unknown" if entry is None else entry.trust
+        if goal.step is None and trust == "suspect":
+            return f"{name} has marked it as suspect"
+        return f"{name} has not verified it" if goal.trust == "verified" and trust != "verified" else ""
+
+    async def _join(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[Launch, Sequence[Candidate]]:
+        """Take part in the launch; begin it if this role is the first. Return the candidates that were weighed, too."""
+        weighed, step = listing, None
+        for _ in range(TRIES):
+            stored, version = await _stored(self._backend, self._url)
+            if stored is not None:
+                self._check(stored, goal)
+            if stored is not None and stored.id == self.launch:
+                launch = stored
+            else:
+                if step is None:
+                    weighed, step = await self._newest(goal, own, listing)
+                    if stored is not None and not step and goal == Goal():
+                        await self._check_losses(stored, own)
+                launch = self._begun(stored, goal, step, weighed)
+            launch = launch.with_role(self._role.name, self._token)
+            if launch == stored or await self._backend.put_if(LAUNCHES_KEY, launch.to_bytes(), version) is not None:
+                return launch, weighed
+        raise StorageError(
+            f"{self._url}: {LAUNCHES_KEY} was changed by others in each of {TRIES} attempts; let one job at a time use "
+            "the folder of a run"
+        )
+
+    async def _newest(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[Sequence[Candidate], int]:
+        """Return the newest whole step, 0 for none, and the candidates. Raises InputError if its step was asked for."""
+        weighed, place = await self.weighed(goal, own, listing)
+        if place < len(weighed):
+            return weighed, weighed[place].step
+        if goal.step is not None:
+            reasons = "; ".join(candidate.reason for candidate in weighed if candidate.step == goal.step)
+            raise InputError(f"the run cannot be resumed from step {goal.step}: {reasons}. Pass another step, or none")
+        return weighed, 0
+
+    async def _check_losses(self, stored: Launch, own: Folder) -> None:
+        """Raise CorruptError before a run begins anew because the folder of a role has been lost."""
+        lost = [] if own.ledger is None or own.ledger.total_lives > 1 else [self._role.name]
+        for name in self._others:
+            folder = self._open(name)
+            lost += [] if await folder.peek() else [name]
+            await folder.aclose()
+        for name in set(lost).intersection(stored.joined):
+            raise CorruptError(
+                f"{name} has resumed in launch {stored.id!r}, and {self._url}/{name} has no ledger now: bring the "
+                "folder back, or pass fresh=True to resume() in all roles"
+            )
+
+    def _check(self, stored: Launch, goal: Goal) -> None:
+        """Raise an error if this role can neither take part in the last launch nor begin another."""
+        if stored.roles != self._role.of:
+            raise InputError(
+                f"{self._url} has a run of the roles {', '.join(stored.roles)}, and this launch has "
+                f"{', '.join(self._role.of)}: pass the same roles, or use another folder"
+            )
+        if self.launch in stored.earlier:
+            raise self._taken(stored)
+        if stored.id != self.launch:
+            return
+        if stored.joined.get(self._role.name, self._token) != self._token:
+            raise RunTakenError(
+                f"{self._role.name} has been resumed in launch {stored.id!r} of {self._url} already, and the other "
+                "roles may have trained on since: restart all roles with another launch="
+            )
+        if stored.goal != str(goal):
+            raise InputError(
+                f"{self._role.name} calls resume({goal}), and launch {stored.id!r} has begun with "
+                f"resume({stored.goal}): pass the same arguments in all roles"
+            )
+
+    def _begun(self, stored: Launch | None, goal: Goal, step: int, weighed: Sequence[Candidate]) -> Launch:
+        """Begin a launch. It begins anew only where no launch has gone on from a checkpoint before, or if asked to."""
+        begun = Launch(roles=self._role.of, id=self.launch, goal=str(goal), step=step, newest=step)
+        if stored is None:
+            return begun
+        if not step and stored.newest and goal == Goal():
+            reasons = "; ".join(f"step {each.step}: {each.reason}" for each in weighed if each.reason)
+            raise CorruptError(
+                f"no step of the run at {self._url} is whole any more, and launch {stored.id!r} has gone on from step "
+                f"{stored.newest}: restore the checkpoints, or pass fresh=True to resume() in all roles. "
+                f"{reasons or 'There is no checkpoint'}"
+            )
+        return stored.followed(begun)
+
+    def _taken(self, stored: Launch) -> RunTakenError:
+        return RunTakenError(
+            f"launch {stored.id!r} has begun at {self._url} since, and {self._role.name} belongs to launch "
+            f"{self.launch!r}: this job stops writing. Pass an id to launch= that no launch had before"
+        )
+
+    async def _entries(self, name: str, steps: set[int]) -> dict[int, Entry]:
+        """Return the checkpoints of another role, of these steps, that its ledger has and a listing shows."""
+        folder = self._open(name)
+        try:
+            ledger = await folder.peek()
+            listed = steps & set(await folder.steps())
+            entries = () if ledger is None else ledger.entries
+            return {entry.step: await _with_launch(folder, entry) for entry in entries if entry.step in listed}
+        finally:
+            await folder.aclose()
+
+
+def roles_at(
+    role: Role, url: str, storage_options: Mapping[str, Any] | None, retries: RetryPolicy | None = None
+) -> Roles:
+    """Return what a role asks about the others, below a path."""
+
+    def open_folder(name: str) -> Folder:
+        return Folder(resolve(f"{url}/{name}", storage_options, retries), shown(f"{url}/{name}"))
+
+    return Roles(role, shown(url), resolve(url, storage_options, retries), open_folder)
+
+
+async def launch_at(backend: Backend, url: str) -> Launch | None:
+    """Return the last launch of a run of several roles; None if there was none.
+
+    Raises:
+        CorruptError: the file cannot be read.
+        FormatVersionError: a newer bcp has written it.
+        StorageError: storage failed.
+
+    """
+    return (await _stored(backend, url))[0]
+
+
+async def _stored(backend: Backend, url: str) -> tuple[Launch | None, Version | None]:
+    """Return the last launch, with a version that is not newer than it."""
+    for _ in range(TRIES):
+        version = await backend.version(LAUNCHES_KEY)
+        if version is None:
+            return None, None
+        with suppress(FileNotFoundError):  # deleted since
+            data = await get_small(backend, LAUNCHES_KEY, MOST_BYTES)
+            return Launch.from_bytes(bytes(data), f"{url}/{LAUNCHES_KEY}"), version
+    return None, None
+
+
+async def _with_launch(folder: Folder, entry: Entry) -> Entry:
+    """Return an entry whose launch is known; one that the ledger has not noted is read from the checkpoint."""
+    if entry.launch is not None:
+        return entry
+    for name in folder.names_of(entry.step):
+        if await folder.commit_of(name):
+            return replace(entry, launch=await _launch_in(folder, name))
+    return replace(entry, launch="")
+
+
+async def _launch_in(folder: Folder, name: str) -> str:
+    """Return the launch that a committed checkpoint was saved in; "" if it was saved without roles."""
+    return str((await folder.read_commit(name)).user.get(LAUNCH, ""))
