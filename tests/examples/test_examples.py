@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -45,6 +46,19 @@ def test_readers_of_data_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_killed_loop_of_rollouts(tmp_path: Path) -> None:
     assert "5 kills, 736 prompts: 0 lost, 0 trained twice" in run("data_rl.py", cwd=tmp_path)
+
+
+@pytest.mark.long
+def test_two_worlds_are_killed(tmp_path: Path) -> None:
+    """The losses after the kill are those of a run that nobody has killed."""
+    last = json.loads(run("integrations/with_rl.py", "killed", "14", cwd=tmp_path).rpartition("RESULT ")[2])
+    assert last["resumed"] == 14 - len(last["losses"])
+    assert last["resumed"] in (8, 12)  # the save of step 12 may have committed
+    code = "import json, sys, with_rl; print('RESULT', json.dumps(with_rl.drive('whole', 14)))"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples" / "integrations")])
+    done = run_forked([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.rpartition("RESULT ")[2])[last["resumed"] :] == last["losses"]
 
 
 @pytest.mark.dist

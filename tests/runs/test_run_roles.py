@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from servers.s3 import S3Server
 from torch import distributed as dist
 
 import bcp
@@ -18,6 +19,7 @@ from bcp.coordinators.tree.coordinator import GrpcCoordinator
 from bcp.policies import AnyKept, Best, EveryKSteps, EverySeconds
 from bcp.runs.launches import LAUNCHES_KEY, Launch
 
+pytest_plugins = ["servers.s3_fixtures"]
 NAMES = ("actor", "critic")
 _numbers = itertools.count()
 
@@ -25,7 +27,7 @@ _numbers = itertools.count()
 class World:
     """One role of a launch. Its weights say in which launch and at which step they were saved."""
 
-    def __init__(self, path: Path, name: str, launch: str, of: Sequence[str] = NAMES, **options: Any) -> None:
+    def __init__(self, path: Path | str, name: str, launch: str, of: Sequence[str] = NAMES, **options: Any) -> None:
         self.model = torch.zeros(2, dtype=torch.int64)
         self.launch = launch
         settings = {"save": None, "keep": 10, "preemption": bcp.Preemption(signals=()), **options}
@@ -40,7 +42,7 @@ class World:
         self.run.pin(step, pinned=False)  # waits for the housekeeping
 
 
-def launched(path: Path, names: Sequence[str] = NAMES, **options: Any) -> list[World]:
+def launched(path: Path | str, names: Sequence[str] = NAMES, **options: Any) -> list[World]:
     """Begin a launch of its own."""
     number = str(next(_numbers))
     return [World(path, name, number, **options) for name in names]
@@ -125,6 +127,19 @@ def test_steps_of_two_launches_make_no_whole(tmp_path: Path) -> None:
     first, second = resumed(tmp_path)
     assert first == second
     assert first[1] == 2
+
+
+def test_on_s3(server: S3Server) -> None:
+    place, options = f"{server.place()}/rl", server.options
+    given = {"save_options": bcp.SaveOptions(storage_options=options), "keep": 1}
+    given["load_options"] = bcp.LoadOptions(storage_options=options)
+    for whole, steps in ((0, ([2, 4], [2])), (2, ([4], [4, 6])), (4, ([], []))):
+        for world, own in zip(launched(place, **given), steps, strict=True):
+            with world.run as run:
+                assert run.resume() == whole
+                for step in own:
+                    world.save(step)
+    assert bcp.latest(place, role="critic", storage_options=options) == f"{place}/critic/step-00000004"
 
 
 def test_three_roles(tmp_path: Path) -> None:
