@@ -144,19 +144,20 @@ class Roles:
 
         """
         launch, weighed = await self._join(goal, own, listing)
-        if launch.step not in {0, *(candidate.step for candidate in listing if not candidate.reason)}:
-            why = "; ".join(each.reason for each in listing if each.step == launch.step) or "it is not there"
+        there = [each for each in listing if each.step == launch.step and not each.reason]
+        chosen = {each.name for each in there if await _launch_in(own, each.name) == launch.source}
+        if launch.step and not chosen:
+            why = "; ".join(each.reason for each in listing if each.step == launch.step)
+            why = why or (f"it is not of launch {launch.source!r}" if there else "it is not there")
             raise CorruptError(
                 f"launch {launch.id!r} goes on from step {launch.step}, and {self._role.name} cannot load it: {why}. "
                 "Restart all roles with another launch=; they go on from an older step"
             )
-        chosen = f"launch {launch.id!r} goes on from {f'step {launch.step}' if launch.step else 'the beginning'}"
-        known = {(each.step, each.name): each.reason for each in weighed}
+        decided = f"launch {launch.id!r} goes on from {f'step {launch.step}' if launch.step else 'the beginning'}"
+        known = {each.name: each.reason for each in weighed}
         return [
-            candidate
-            if candidate.step == launch.step or candidate.reason
-            else replace(candidate, reason=known[candidate.step, candidate.name] or chosen)
-            for candidate in listing
+            each if each.reason or each.name in chosen else replace(each, reason=known[each.name] or decided)
+            for each in listing
         ]
 
     async def whole(self, entries: Sequence[Entry], own: Folder) -> Whole:
@@ -240,9 +241,9 @@ class Roles:
         ]
         if not there:
             return f"{name} has no committed checkpoint of it"
-        theirs = await _launch_in(folder, there[0])
-        if theirs != launch:
-            return f"{name} has saved it in launch {theirs!r}, and {self._role.name} in launch {launch!r}"
+        theirs = [await _launch_in(folder, each) for each in there]
+        if launch not in theirs:
+            return f"{name} has saved it in launch {theirs[0]!r}, and {self._role.name} in launch {launch!r}"
         entry = None if ledger is None else ledger.entry(step)
         trust = "unknown" if entry is None else entry.trust
         if goal.step is None and trust == "suspect":
@@ -251,7 +252,7 @@ class Roles:
 
     async def _join(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[Launch, Sequence[Candidate]]:
         """Take part in the launch; begin it if this role is the first. Return the candidates that were weighed, too."""
-        weighed, step = listing, None
+        weighed, place = listing, -1
         for _ in range(TRIES):
             stored, version = await _stored(self._backend, self._url)
             if stored is not None:
@@ -259,11 +260,15 @@ class Roles:
             if stored is not None and stored.id == self.launch:
                 launch = stored
             else:
-                if step is None:
-                    weighed, step = await self._newest(goal, own, listing)
-                    if stored is not None and not step and goal == Goal():
-                        await self._check_losses(stored, own)
-                launch = self._begun(stored, goal, step, weighed)
+                if place < 0:
+                    weighed, place = await self.weighed(goal, own, listing)
+                    if place == len(weighed):
+                        await self._check_none(stored, goal, own, weighed)
+                launch = Launch(roles=self._role.of, id=self.launch, goal=str(goal))
+                if place < len(weighed):
+                    step, source = weighed[place].step, await _launch_in(own, weighed[place].name)
+                    launch = replace(launch, step=step, source=source, newest=step)
+                launch = launch if stored is None else stored.followed(launch)
             launch = launch.with_role(self._role.name, self._token)
             if launch == stored or await self._backend.put_if(LAUNCHES_KEY, launch.to_bytes(), version) is not None:
                 return launch, weighed
@@ -272,18 +277,13 @@ class Roles:
             "the folder of a run"
         )
 
-    async def _newest(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[Sequence[Candidate], int]:
-        """Return the newest whole step, 0 for none, and the candidates. Raises InputError if its step was asked for."""
-        weighed, place = await self.weighed(goal, own, listing)
-        if place < len(weighed):
-            return weighed, weighed[place].step
+    async def _check_none(self, stored: Launch | None, goal: Goal, own: Folder, weighed: Sequence[Candidate]) -> None:
+        """Raise an error where no step is whole, and the run must not begin anew by itself."""
+        reasons = "; ".join(f"step {each.step}: {each.reason}" for each in weighed if each.reason)
         if goal.step is not None:
-            reasons = "; ".join(candidate.reason for candidate in weighed if candidate.step == goal.step)
-            raise InputError(f"the run cannot be resumed from step {goal.step}: {reasons}. Pass another step, or none")
-        return weighed, 0
-
-    async def _check_losses(self, stored: Launch, own: Folder) -> None:
-        """Raise CorruptError before a run begins anew because the folder of a role has been lost."""
+            raise InputError(f"the run cannot be resumed: {reasons}. Pass another step, or none")
+        if stored is None or goal != Goal():
+            return
         lost = [] if own.ledger is None or own.ledger.total_lives > 1 else [self._role.name]
         for name in self._others:
             folder = self._open(name)
@@ -293,6 +293,12 @@ class Roles:
             raise CorruptError(
                 f"{name} has resumed in launch {stored.id!r}, and {self._url}/{name} has no ledger now: bring the "
                 "folder back, or pass fresh=True to resume() in all roles"
+            )
+        if stored.newest:
+            raise CorruptError(
+                f"no step of the run at {self._url} is whole any more, and launch {stored.id!r} has gone on from step "
+                f"{stored.newest}: restore the checkpoints, or pass fresh=True to resume() in all roles. "
+                f"{reasons or 'There is no checkpoint'}"
             )
 
     def _check(self, stored: Launch, goal: Goal) -> None:
@@ -316,20 +322,6 @@ class Roles:
                 f"{self._role.name} calls resume({goal}), and launch {stored.id!r} has begun with "
                 f"resume({stored.goal}): pass the same arguments in all roles"
             )
-
-    def _begun(self, stored: Launch | None, goal: Goal, step: int, weighed: Sequence[Candidate]) -> Launch:
-        """Begin a launch. It begins anew only where no launch has gone on from a checkpoint before, or if asked to."""
-        begun = Launch(roles=self._role.of, id=self.launch, goal=str(goal), step=step, newest=step)
-        if stored is None:
-            return begun
-        if not step and stored.newest and goal == Goal():
-            reasons = "; ".join(f"step {each.step}: {each.reason}" for each in weighed if each.reason)
-            raise CorruptError(
-                f"no step of the run at {self._url} is whole any more, and launch {stored.id!r} has gone on from step "
-                f"{stored.newest}: restore the checkpoints, or pass fresh=True to resume() in all roles. "
-                f"{reasons or 'There is no checkpoint'}"
-            )
-        return stored.followed(begun)
 
     def _taken(self, stored: Launch) -> RunTakenError:
         return RunTakenError(

@@ -328,9 +328,29 @@ def test_an_earlier_step_in_all_roles(tmp_path: Path) -> None:
     assert resumed(tmp_path)[0][1] == 5
     (world,) = launched(tmp_path, ["actor"])
     shutil.rmtree(tmp_path / "critic" / "step-00000002")
-    with pytest.raises(bcp.InputError, match="from step 2: critic has no committed checkpoint of it"):
+    with pytest.raises(bcp.InputError, match="step 2: critic has no committed checkpoint of it"):
         world.run.resume(step=2)
     world.run.close()
+
+
+def test_a_step_that_was_saved_beside_another_is_not_mixed_with_it(tmp_path: Path) -> None:
+    """One role, and then the other one, has step 4 in two folders, of two launches. The older ones make a whole."""
+    saved(tmp_path, {name: [2, 4] for name in NAMES})
+    for name in NAMES:
+        bcp.Run(tmp_path / name, {}).pin(4)
+    old = resumed(tmp_path)
+    for again in NAMES:
+        worlds = dict(zip(NAMES, launched(tmp_path), strict=True))
+        for world in worlds.values():
+            world.run.resume(step=2)
+        worlds[again].save(4)
+        worlds[again].run.mark(4, "verified")  # else the mark "suspect" of its older folder counts
+        for world in worlds.values():
+            world.run.close()
+        assert {path.name for path in (tmp_path / again).glob("step-*4")} == {"step-00000004", "step-000000004"}
+        for names in (NAMES, NAMES[::-1]):
+            assert bcp.latest(tmp_path, role=again) == f"{tmp_path}/{again}/step-00000004"
+            assert resumed(tmp_path, names) == old
 
 
 def test_the_chosen_step_is_that_of_all(tmp_path: Path) -> None:
