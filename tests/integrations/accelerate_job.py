@@ -35,11 +35,16 @@ class Seen:
 
 
 def main() -> None:
-    asked = {"term": 0, "every": 4} | {word.split("=")[0]: int(word.split("=")[1]) for word in ASKED}
+    asked = {"term": 0, "every": 4, "plain": 0} | {word.split("=")[0]: int(word.split("=")[1]) for word in ASKED}
     settings = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
-    accelerator = Accelerator(cpu=True, dataloader_config=settings, gradient_accumulation_steps=2)
+    accelerator = Accelerator(
+        cpu=True,
+        dataloader_config=settings,
+        gradient_accumulation_steps=2,
+        step_scheduler_with_optimizer=not asked["plain"],  # else it counts the steps of all ranks
+    )
     torch.manual_seed(0)
-    body = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 8))
+    body = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.0 if asked["plain"] else 0.2), torch.nn.Linear(32, 8))
     head = torch.nn.Linear(8, 1)
     data = TensorDataset(torch.rand(32, 16), torch.rand(32))
     loader = DataLoader(data, batch_size=4 // accelerator.num_processes, shuffle=True)

@@ -70,6 +70,17 @@ def test_two_ranks(tmp_path):
     assert resumed["losses"] == later(whole["losses"], 4)
 
 
+@pytest.mark.parametrize(("before", "after"), [(TWO, ALONE), pytest.param(ALONE, TWO, marks=pytest.mark.long)])
+def test_on_another_number_of_ranks_at_the_end_of_an_epoch(tmp_path, before, after):
+    """The same samples make a step. Gradients are added in another order."""
+    whole = before.run(tmp_path / "whole", "plain=1", "every=8")
+    before.kill_in_save(tmp_path / "run", 2, "plain=1", "every=8")
+    resumed = after.run(tmp_path / "run", "plain=1", "every=8")
+    assert resumed["resumed"] == 8
+    assert resumed["losses"] == pytest.approx(later(whole["losses"], 8), rel=1e-5)
+    assert resumed["rate"] == whole["rate"]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_cannot_be_resumed_is_refused_by_name(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
