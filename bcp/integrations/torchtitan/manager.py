@@ -77,16 +77,21 @@ class BcpCheckpointManager(BaseCheckpointManager):
             "extra_states": {**states, LR_SCHEDULER: lr_schedulers},
         }
         if dataloader is not None:
-            own = hasattr(dataloader, "dp_world_size") and not isinstance(dataloader, bcp.extend.ShardedState)
-            reader = {"reader": dataloader.dp_rank, "readers": dataloader.dp_world_size} if own else {}
-            self._states["dataloader"] = PerReader(dataloader, **reader) if own else dataloader
+            self._states["dataloader"] = _position_in(dataloader)
         check_fields(config, self._trainer, sd_adapter, {*self._states, *self._states["extra_states"]})
         self.folder = filesystem.join(base_folder, config.folder)
         self._weights = Weights(config, self.folder, model_parts, sd_adapter)
         keep = bcp.policies.Latest(config.keep_latest_k) if config.keep_latest_k else bcp.policies.Everything()
-        options = {"save_options": config.save_options(snapshot=config.snapshot), "load_options": config.load_options()}
-        options |= {"keep": keep, "tolerate": config.tolerate, "standby_steps": config.standby_steps}
-        self._run = config.run(self.folder, self._states, save=None, **options)
+        self._run = config.run(
+            self.folder,
+            self._states,
+            save=None,
+            keep=keep,
+            tolerate=config.tolerate,
+            standby_steps=config.standby_steps,
+            save_options=config.save_options(snapshot=config.snapshot),
+            load_options=config.load_options(),
+        )
 
     def _load(self, step: int = -1) -> bool:
         load = self._load_only if self.config.load_only else self._resume
@@ -114,9 +119,10 @@ class BcpCheckpointManager(BaseCheckpointManager):
         return path is not None
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 -- torchtitan's hook
-        config, exports = self.config, last_step and self.config.last_save_model_only
+        config = self.config
         if config.load_only:
             return False
+        exports = last_step and config.last_save_model_only
         if exports or curr_step == 0:  # before the step is saved: a job that is killed meanwhile makes the step again
             self._weights.export(curr_step)
         if curr_step == 0:
@@ -171,3 +177,10 @@ class BcpCheckpointManager(BaseCheckpointManager):
             yield
         finally:
             self._states.update(everything)
+
+
+def _position_in(dataloader: Any) -> Any:
+    """Return the state of a dataloader. Torchtitan's own have one position for each data-parallel reader."""
+    if isinstance(dataloader, bcp.extend.ShardedState) or not hasattr(dataloader, "dp_world_size"):
+        return dataloader
+    return PerReader(dataloader, reader=dataloader.dp_rank, readers=dataloader.dp_world_size)
