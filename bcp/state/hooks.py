@@ -153,9 +153,9 @@ def ragged_placement(tensor: Any, name: str) -> Placement:
     ``dims`` are the dimensions whose rows are the unit of the cut: ``(0, ..., k-1)``, or ``()`` for a tensor that is
     whole wherever units are not 0. They say nothing about order: memory is cut in row-major order.
 
-    The other placements always cut first. A strided ragged placement says so of the ``Shard(0)`` behind it: its factor
-    is the number of their parts. Raises StateError if the placements cannot be read, or do not fit the tensor, the mesh
-    or the local tensor.
+    The other placements always cut first. The factor of a strided ragged placement repeats that: it is the number of
+    parts that ``Shard(0)`` on later mesh dimensions makes. Raises StateError if the placements cannot be read, or do
+    not fit the tensor, the mesh or the local tensor.
     """
     mesh_dim, ragged = next((mesh_dim, p) for mesh_dim, p in enumerate(tensor.placements) if hasattr(p, "local_units"))
     label = f"{name}: {type(ragged).__name__}(dims={tuple(ragged.dims)}, local_units={tuple(ragged.local_units)})"

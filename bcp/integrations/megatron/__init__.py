@@ -3,8 +3,8 @@
 The loop has no extension point for checkpoints. :func:`install` replaces three of its functions by their names.
 
 - ``loop``: the three functions, and the run behind them.
-- ``arguments``: which of Megatron's arguments are obeyed, ignored and refused.
-- ``states``: what a checkpoint holds beside model and optimizer.
+- ``arguments``: Megatron's arguments that are refused, ignored, and obeyed in another way.
+- ``states``: the live objects of a job, and the loop's own values.
 """
 
 from __future__ import annotations

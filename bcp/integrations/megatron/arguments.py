@@ -1,4 +1,4 @@
-"""Which arguments of Megatron-LM are obeyed, ignored and refused."""
+"""Arguments of Megatron-LM: those that bcp refuses, ignores, and obeys in its own way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hooks and fields of torchtitan the manager knows, and which values of fields it refuses."""
+"""Hooks and fields of torchtitan as the manager knows them, and values of fields that it refuses."""
 
 from __future__ import annotations
 
