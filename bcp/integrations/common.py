@@ -10,8 +10,12 @@ import bcp
 
 __all__ = ["HostState", "check_methods", "check_settings", "step_of"]
 
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-def check_methods(owner: Any, methods: Mapping[str, Sequence[str]], package: str, version: str) -> None:
+
+def check_methods(
+    owner: Any, methods: Mapping[str, Sequence[str]], package: str, version: str, replaced_by: type | None = None
+) -> None:
     """Check that a trainer still has the methods or functions that an integration needs.
 
     A renamed method would not be replaced, and nothing would be saved, without a word.
@@ -21,6 +25,7 @@ def check_methods(owner: Any, methods: Mapping[str, Sequence[str]], package: str
         methods: the first parameters of each method without ``self``, by its name.
         package: of the trainer, as bcp names its integration.
         version: of the package.
+        replaced_by: class with methods in the place of the owner's; each has to take all parameters.
 
     Raises:
         InputError: the owner lacks a method, or its parameters are others.
@@ -30,14 +35,28 @@ def check_methods(owner: Any, methods: Mapping[str, Sequence[str]], package: str
 
     """
     for name, expected in methods.items():
-        method, own = getattr(owner, name, None), int(isinstance(owner, type))  # self of a method
-        found = None if method is None else list(inspect.signature(method).parameters)[own : own + len(expected)]
-        if found != list(expected):
-            there = "does not have it" if found is None else f"has the parameters ({', '.join(found)})"
+        method = getattr(owner, name, None)
+        found = [] if method is None else _parameters(method, owner)
+        is_known = method is not None and found[: len(expected)] == [*expected]
+        if not is_known or (replaced_by and not _takes(getattr(replaced_by, name), found)):
+            there = "does not have it" if method is None else f"has the parameters ({', '.join(found)})"
             raise bcp.InputError(
                 f"bcp needs {owner.__name__}.{name}({', '.join(expected)}), and {package} {version} {there}: "
                 f"install a version that docs/integrations/{package}.md lists"
             )
+
+
+def _parameters(method: Any, owner: Any) -> list[str]:
+    """Return the names of a method's parameters without ``self``, and without ``*args`` and ``**kwargs``."""
+    own = int(isinstance(owner, type))
+    parameters = [*inspect.signature(method).parameters.values()][own:]
+    return [parameter.name for parameter in parameters if parameter.kind not in VARIABLE]
+
+
+def _takes(method: Any, passed: Sequence[str]) -> bool:
+    """Return whether a method of bcp has these parameters, or takes any."""
+    own = inspect.signature(method).parameters
+    return own.keys() >= {*passed} or any(parameter.kind in VARIABLE for parameter in own.values())
 
 
 def check_settings(refused: Mapping[str, tuple[object, str]]) -> None:

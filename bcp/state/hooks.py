@@ -20,6 +20,7 @@ of the block that its units stand for: a :class:`~bcp.state.placement.Placement`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from itertools import starmap
@@ -150,8 +151,11 @@ def ragged_placement(tensor: Any, name: str) -> Placement:
     """Return where the local tensor of a DTensor lies, if one of the DTensor's placements is ragged.
 
     ``dims`` are the dimensions whose rows are the unit of the cut: ``(0, ..., k-1)``, or ``()`` for a tensor that is
-    whole wherever units are not 0. They say nothing about order: memory is cut in row-major order. Raises StateError
-    if the placements cannot be read, or do not fit the tensor, the mesh or the local tensor.
+    whole wherever units are not 0. They say nothing about order: memory is cut in row-major order.
+
+    The other placements always cut first. The factor of a strided ragged placement repeats that: it is the number of
+    parts that ``Shard(0)`` on later mesh dimensions makes. Raises StateError if the placements cannot be read, or do
+    not fit the tensor, the mesh or the local tensor.
     """
     mesh_dim, ragged = next((mesh_dim, p) for mesh_dim, p in enumerate(tensor.placements) if hasattr(p, "local_units"))
     label = f"{name}: {type(ragged).__name__}(dims={tuple(ragged.dims)}, local_units={tuple(ragged.local_units)})"
@@ -178,10 +182,11 @@ def ragged_placement(tensor: Any, name: str) -> Placement:
 def _check(tensor: Any, mesh_dim: int, ragged: Any, label: str) -> None:
     """Raise StateError for a ragged placement that does not say which elements are here."""
     parts, units = tuple(tensor.device_mesh.shape)[mesh_dim], tuple(ragged.local_units)
-    if hasattr(ragged, "split_factor"):
+    factor, expected = getattr(ragged, "split_factor", None), _row_parts(tensor, mesh_dim)
+    if factor not in (None, expected):
         raise StateError(
-            f"{label} has split_factor={ragged.split_factor}: strided ragged placements are not supported; "
-            "redistribute it to RaggedShard or Shard first"
+            f"{label} has split_factor={factor}, but Shard(0) of the later mesh dimensions makes {expected} parts: the "
+            f"order of its elements is not known; make it with split_factor={expected}, or redistribute it to Shard"
         )
     if tuple(ragged.dims) != tuple(range(len(ragged.dims))) or len(ragged.dims) > tensor.dim():
         raise StateError(f"{label}: dims of a tensor of shape {tuple(tensor.shape)} must be its first ones, in order")
@@ -189,6 +194,12 @@ def _check(tensor: Any, mesh_dim: int, ragged: Any, label: str) -> None:
         raise StateError(
             f"{label}: needs {parts} units that are not negative, as many as mesh dimension {mesh_dim} has ranks"
         )
+
+
+def _row_parts(tensor: Any, mesh_dim: int) -> int:
+    """Return the number of parts that ``Shard(0)`` on later mesh dimensions makes of the rows."""
+    behind = zip(tensor.placements[mesh_dim + 1 :], tuple(tensor.device_mesh.shape)[mesh_dim + 1 :], strict=False)
+    return math.prod(parts for placement, parts in behind if getattr(placement, "dim", None) in (0, -tensor.dim()))
 
 
 def _interval(ragged: Any, coordinate: int, numel: int, label: str) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 NAME, FOLDER, ASKED = sys.argv[1], sys.argv[2], sys.argv[3:]
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 ALONE = NAME == "auto"
+PREEMPTION = bcp.Preemption()
 
 
 def asked(word: str, default: int = 0) -> int:
@@ -55,6 +57,8 @@ class Net(LightningModule):
         step = self.global_step + 1
         if step == asked("term"):
             os.kill(os.getpid(), signal.SIGTERM)
+            while PREEMPTION.reason is None:  # a thread hears of it
+                time.sleep(0.01)
         loss = self.loss(batch)
         assert step not in self.losses
         self.losses[step] = self.all_gather(loss.detach()).mean().item()
@@ -86,7 +90,7 @@ def main() -> None:
     part = DistributedSampler(data, WORLD, int(os.environ["RANK"]), shuffle=False) if WORLD > 1 else None
     shuffle = None if part else "still" not in ASKED
     loader = StatefulDataLoader(data, batch_size=4 // WORLD, shuffle=shuffle, sampler=part)
-    save = BcpCheckpoint(FOLDER, save=4, keep=asked("keep", 3), save_options=save_options())
+    save = BcpCheckpoint(FOLDER, save=4, keep=asked("keep", 3), save_options=save_options(), preemption=PREEMPTION)
     strategy = save.strategy(NAME, **({} if ALONE else {"process_group_backend": "gloo"}))
     trainer = Trainer(
         max_steps=asked("steps", 12),

@@ -24,7 +24,8 @@ from host_side import report, save_options  # noqa: E402
 from torch import distributed  # noqa: E402
 
 import bcp  # noqa: E402
-from bcp.integrations.megatron import TRACKER, install  # noqa: E402
+from bcp.integrations.megatron import install  # noqa: E402
+from bcp.integrations.megatron.loop import TRACKER  # noqa: E402
 
 FOLDER = next(word for word in sys.argv[1:] if word.startswith("/"))
 WORDS = [word for word in sys.argv[1:] if word != FOLDER]

@@ -62,9 +62,11 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_dump(undisturbed, killed, 
 
 def test_a_signal_ends_it_behind_a_commit_and_no_step_is_lost_or_made_twice(undisturbed, tmp_path):
     stopped = ALONE.run(tmp_path / "run", "validate=4", "term=6")
-    assert stopped["folders"] == ["step-00000004", "step-00000006"]
+    last = stopped["step"]
+    assert last in (6, 7)  # a signal within a step may end the next one
+    assert stopped["folders"] == ["step-00000004", f"step-{last:08d}"]
     resumed = ALONE.run(tmp_path / "run", "validate=4")
-    assert resumed["resumed"] == 6
+    assert resumed["resumed"] == last
     assert stopped["losses"] | resumed["losses"] == undisturbed["losses"]
     assert not stopped["losses"].keys() & resumed["losses"].keys()
 
@@ -221,7 +223,7 @@ def test_a_strategy_that_cannot_save_is_refused(tmp_path, monkeypatch):
     for change in (lambda patch: patch.delattr(known.Strategy, "remove_checkpoint"), _pass_more):
         with monkeypatch.context() as patch:
             change(patch)
-            with pytest.raises(bcp.InputError, match=r"lightning \d.* has another DDPStrategy\.\w+ than bcp knows"):
+            with pytest.raises(bcp.InputError, match=r"bcp needs DDPStrategy\.\w+\(.*lightning \d\S* (does|has)"):
                 save.strategy("ddp")
 
 

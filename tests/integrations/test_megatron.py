@@ -19,7 +19,8 @@ from host_jobs import HERE, ROOT, Job
 
 import bcp
 from bcp.integrations import megatron
-from bcp.integrations.megatron import LOOP, TRACKER, install, uninstall
+from bcp.integrations.megatron import LOOP, arguments, install, uninstall
+from bcp.integrations.megatron.loop import TRACKER
 
 pytestmark = [pytest.mark.hosts, pytest.mark.filterwarnings("ignore")]  # its import warns of much
 
@@ -278,7 +279,7 @@ def test_the_wheel_has_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_setting_is_named_once() -> None:
-    names = list(itertools.chain(megatron.IGNORED.split(), *map(str.split, megatron.REFUSED.values())))
+    names = list(itertools.chain(arguments.IGNORED.split(), *map(str.split, arguments.REFUSED.values())))
     assert len(names) == len(set(names))
 
 

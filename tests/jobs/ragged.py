@@ -153,10 +153,12 @@ def _placements(shape: torch.Size, index: int, how: str) -> list[Any]:
     """Choose a layout: other ones for "other", on the same four ranks."""
     rows, numel = shape[0] if shape else 1, math.prod(shape)
     if how == "tp":  # a mesh of 2 x 2
-        column_wise = len(shape) == 2 and shape[1] % 2 == 0
-        other = Shard(1) if column_wise else torch.distributed.tensor.Replicate()
-        units = (1, numel // (2 if column_wise else 1) - 1)
-        return [RaggedShard(tuple(range(len(shape))), units), other]
+        every, half = tuple(range(len(shape))), numel // 2
+        if len(shape) == 2 and shape[1] % 2 == 0:
+            return [RaggedShard(every, (1, half - 1)), Shard(1)]
+        if rows % 2 == 0:
+            return [StridedRaggedShard(every, (1, half - 1), 2), Shard(0)]
+        return [RaggedShard(every, (1, numel - 1)), torch.distributed.tensor.Replicate()]
     dims: tuple[int, ...] = tuple(range(len(shape)))
     if numel < 4 or index % 4 == 3:
         dims, units = (), tuple(int(rank == (index + (how == "other")) % 4) for rank in range(4))

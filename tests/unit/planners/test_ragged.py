@@ -97,6 +97,19 @@ LAYOUTS = [
         ],
     ),
     (
+        ((8, 6), TWO, lambda: [StridedRaggedShard((0, 1), (5, 7), 2), TorchShard(0)]),  # as without a factor
+        [
+            [((0, 0), (1, 6)), ((1, 0), (1, 4))],
+            [((4, 0), (1, 6)), ((5, 0), (1, 4))],
+            [((1, 4), (1, 2)), ((2, 0), (2, 6))],
+            [((5, 4), (1, 2)), ((6, 0), (2, 6))],
+        ],
+    ),
+    (
+        ((6, 4), TWO, lambda: [StridedRaggedShard((0,), (1, 2), 1), Replicate()]),
+        [[((0, 0), (2, 4))], [((0, 0), (2, 4))], [((2, 0), (4, 4))], [((2, 0), (4, 4))]],
+    ),
+    (
         ((6, 4), TWO, lambda: [RaggedShard((0, 1), (1, 5)), Replicate()]),
         [[((0, 0), (1, 4))], [((0, 0), (1, 4))], [((1, 0), (5, 4))], [((1, 0), (5, 4))]],
     ),
@@ -194,8 +207,17 @@ def on_rank(*placements: object, shape=(6, 4), mesh=(2,), coordinate=(0,), local
 
 
 REFUSED = {
-    r"_StridedRaggedShard\(dims=\(0,\), local_units=\(1, 1\)\) has split_factor=2: .* not supported": lambda: on_rank(
-        StridedRaggedShard((0,), (1, 1), 2)
+    r"_StridedRaggedShard\(dims=\(0,\), local_units=\(1, 1\)\) has split_factor=2, .*with split_factor=1": lambda: (
+        on_rank(StridedRaggedShard((0,), (1, 1), 2))
+    ),
+    r"has split_factor=3, but Shard\(0\) of the later mesh dimensions makes 2 parts": lambda: on_rank(
+        StridedRaggedShard((0,), (1, 2), 3), TorchShard(0), mesh=(2, 2), coordinate=(0, 0)
+    ),
+    r"has split_factor=2, but Shard\(0\) .*makes 1 parts": lambda: on_rank(  # columns are no rows
+        StridedRaggedShard((0,), (1, 2), 2), TorchShard(1), mesh=(2, 2), coordinate=(0, 0)
+    ),
+    "has split_factor=2, .*make it with split_factor=1": lambda: on_rank(  # Shard(0) stands before it
+        TorchShard(0), StridedRaggedShard((0,), (1, 2), 2), mesh=(2, 2), coordinate=(0, 0)
     ),
     "more than one ragged placement": lambda: on_rank(
         RaggedShard((0,), (1, 1)), RaggedShard((0,), (1, 1)), mesh=(2, 2), coordinate=(0, 0)
