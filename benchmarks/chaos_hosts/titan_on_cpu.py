@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any
@@ -31,23 +31,27 @@ KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 sys.modules[KERNELS] = Anything(KERNELS)
 
 
+ANSWERS = {
+    "get_device_name": lambda *_: "cpu",
+    "device_count": lambda: 2,
+    "get_device_properties": lambda *_: types.SimpleNamespace(total_memory=1 << 34, name="cpu"),
+    "current_device": lambda: torch.device("cpu"),
+    "set_device": lambda _: None,
+}
+
+
 class Device(types.ModuleType):
     """Answers for the module of an accelerator."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if hasattr(torch.cpu, name):
-            return getattr(torch.cpu, name)
+        if name in ANSWERS or hasattr(torch.cpu, name):
+            return ANSWERS.get(name) or getattr(torch.cpu, name)
         return lambda *_, **__: {} if name.startswith("memory_stats") else 0
 
 
 device = Device("cpu_device")
-device.get_device_name = lambda *_: "cpu"
-device.device_count = lambda: 2
-device.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=1 << 34, name="cpu")
-device.current_device = lambda: torch.device("cpu")
-device.set_device = lambda _: None
 utils.device_type, utils.device_module = "cpu", device
 utils.get_local_device = lambda *_, **__: torch.device("cpu")
 
@@ -57,22 +61,23 @@ from torchtitan.distributed import utils as distributed_utils  # noqa: E402
 from torchtitan.models.common import attention  # noqa: E402
 
 plain = dist.ReduceOp.SUM  # gloo has no PREMUL_SUM
-collectives._get_gradient_divide_factors = lambda *_, **__: (None, None, plain, plain)
+collectives._get_gradient_divide_factors = lambda *_, **__: (None, None, plain, plain)  # noqa: SLF001 -- see above
 distributed_utils.set_pg_timeouts = lambda *_, **__: None
+FORWARD = attention.FlexAttention.forward
 
 
-def attend(_: Any, q: Any, k: Any, v: Any, *, scale: Any = None, enable_gqa: bool = False, **__: Any) -> torch.Tensor:
+def attend(dropout: float) -> Callable[..., torch.Tensor]:
     """Stand for flex attention, which needs a GPU or a compiler. Dropout shows the random states in the losses."""
-    query, key, value = (head.transpose(1, 2) for head in (q, k, v))
-    settings = {"is_causal": True, "scale": scale, "enable_gqa": enable_gqa, "dropout_p": attend.dropout}
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, **settings).transpose(1, 2)
+
+    def forward(_: Any, q: Any, k: Any, v: Any, *, scale: Any = None, enable_gqa: bool = False, **__: Any) -> Any:
+        query, key, value = (head.transpose(1, 2) for head in (q, k, v))
+        settings = {"is_causal": True, "scale": scale, "enable_gqa": enable_gqa, "dropout_p": dropout}
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **settings).transpose(1, 2)
+
+    return update_wrapper(forward, FORWARD)  # its names of arguments
 
 
-attend.dropout = 0.0
-attention.FlexAttention.forward = update_wrapper(attend, attention.FlexAttention.forward)  # its names of arguments
-
-
-class Toy(torch.utils.data.IterableDataset):
+class Toy(torch.utils.data.IterableDataset[Any]):
     """Endless samples of one reader of torchtitan's own loader."""
 
     def __init__(self, rank: int) -> None:
@@ -91,6 +96,7 @@ class Toy(torch.utils.data.IterableDataset):
 
 
 def sample(seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the tokens of a seed, and those behind them."""
     tokens = torch.randint(0, 2000, (33,), generator=torch.Generator().manual_seed(seed))
     return {"input": tokens[:-1]}, tokens[1:]
 
@@ -107,6 +113,8 @@ class HostLoader(ParallelAwareDataloader):
 
 
 class NoTokenizer(BaseTokenizer):
+    """Stands for the tokenizer: all samples are tokens."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
         pass
@@ -124,8 +132,9 @@ class NoTokenizer(BaseTokenizer):
         return 2048
 
 
-def on_cpu(config: Any) -> Any:
-    """Make a config small, and exact in float32."""
+def on_cpu(config: Any, dropout: float = 0.0) -> Any:
+    """Make a config small, and exact in float32; dropout is that of the attention in this process."""
+    attention.FlexAttention.forward = attend(dropout)
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     config.tokenizer, config.hf_assets_path = NoTokenizer.Config(), ""
     config.training.local_batch_size, config.training.seq_len = 2, 32

@@ -6,8 +6,9 @@ import logging
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.chaos_hosts.titan_on_cpu import HostLoader, attend, on_cpu  # isort: skip -- replaces parts of torchtitan
+from benchmarks.chaos_hosts.titan_on_cpu import HostLoader, on_cpu  # isort: skip -- replaces parts of torchtitan
 import torch.distributed as dist
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -27,12 +28,12 @@ def train(out: Path, *, native: bool) -> Life:
     """
     os.environ.update(ONE)
     logging.getLogger().setLevel(logging.ERROR)
-    config = on_cpu(llama3_debugmodel())
+    config = on_cpu(llama3_debugmodel(), dropout=0.0 if native else 0.1)
     config.dataloader = HostLoader.Config()
     config.training.steps = config.lr_scheduler.total_steps = RUN_STEPS
-    fields = {"enable": True, "folder": out.name, "interval": SAVE_EVERY, "keep_latest_k": KEPT}
-    fields["last_save_model_only"] = False
-    config.dump_folder, attend.dropout = str(out.parent), 0.0 if native else 0.1
+    fields: dict[str, Any] = {"folder": out.name, "interval": SAVE_EVERY, "keep_latest_k": KEPT}
+    fields |= {"enable": True, "last_save_model_only": False}
+    config.dump_folder = str(out.parent)
     if native:
         config.checkpoint = CheckpointManager.Config(**fields)
     else:

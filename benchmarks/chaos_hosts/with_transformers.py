@@ -31,7 +31,7 @@ class Began(TrainerCallback):
 
     resumed = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 -- the Trainer's
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.resumed = state.global_step
 
 

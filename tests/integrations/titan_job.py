@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from host_side import report, save_options
 
-from benchmarks.chaos_hosts.titan_on_cpu import HostLoader, attend, on_cpu, sample  # isort: skip -- replaces parts
+from benchmarks.chaos_hosts.titan_on_cpu import HostLoader, on_cpu, sample  # isort: skip -- replaces parts
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -76,8 +76,8 @@ def job(folder: str, asked: dict[str, Any]) -> Any:
 
     Both sum two gradients in float32, so losses do not depend on the number of ranks. A norm would: clipping is off.
     """
-    config, any_readers = on_cpu(llama3_debugmodel()), asked.pop("any_readers", False)
-    attend.dropout = 0.0 if any_readers else 0.1
+    any_readers = asked.pop("any_readers", False)
+    config = on_cpu(llama3_debugmodel(), dropout=0.0 if any_readers else 0.1)
     config.dataloader = (GlobalLoader if any_readers else HostLoader).Config()
     config.parallelism.tensor_parallel_degree = asked.pop("tensor_parallel", 1)
     config.training.global_batch_size, config.training.max_norm = 4, 1e9
