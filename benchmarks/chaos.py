@@ -22,6 +22,8 @@ from benchmarks.figures import Figures, parser
 
 ROOT = Path(__file__).parents[1]
 FAIL_ON = "HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL"
+TIMEOUT = 3600
+"""Seconds after which a run hangs, on a busy machine too."""
 MODES = {
     "before": "the job dies before the event",
     "torn": "a file that Python's open() has made is cut in half when it is closed, and the job dies",
@@ -86,7 +88,7 @@ def kill_and_resume(case: Case, work: Path, *, points: int, jobs: int) -> list[K
     Args:
         case: the case to run.
         work: an empty folder for the runs' files.
-        points: at how many events to kill, evenly spaced over all in every mode.
+        points: at how many events to kill; see :func:`benchmarks.chaos_points.choose`.
         jobs: how many runs at a time.
 
     Raises:
@@ -110,6 +112,7 @@ def killed(
     jobs: int,
     ranks: Sequence[str] = (),
     victim: int = 0,
+    sized: bool = False,
 ) -> list[Kill]:
     """Run ckpt-chaos over a job.
 
@@ -118,22 +121,26 @@ def killed(
         work: an empty folder for the files of all runs.
         name: of the folders of checkpoints, before the step.
         modes: some of :data:`MODES`.
-        points: at how many events to kill, evenly spaced over all in every mode.
+        points: at how many events to kill; see :func:`benchmarks.chaos_points.choose`.
         jobs: how many runs at a time.
         ranks: arguments of ckpt-chaos for a job of several ranks.
         victim: the rank that is killed.
+        sized: whether files of one name have one size in all runs, so that a smaller one is not complete. Those of bcp
+            vary with the times in them, and a file that has its final name is whole.
 
     """
     from ckpt_chaos.runner import rejudge  # noqa: PLC0415 -- of the extra dev
 
-    command = [sys.executable, "-m", "ckpt_chaos", "run", "--work", str(work), "--fail-on", FAIL_ON]
-    # sizes vary with the times in the files; a file that has its final name is whole
-    command += ["--checkpoint-glob", f"{{out}}/{name}-*", "--ckpt-ignore-size", "--result-file", "{out}/digest"]
+    command = [sys.executable, "-m", "benchmarks.chaos_points", "run", "--work", str(work), "--fail-on", FAIL_ON]
+    command += ["--checkpoint-glob", f"{{out}}/{name}-*", "--result-file", "{out}/digest"]
+    command += [] if sized else ["--ckpt-ignore-size"]
     command += ["--step-regex", r"(?m)^resumed from step (\d+)", "--modes", ",".join(modes)]
-    command += ["--grace", str(GRACE), *ranks, "--max-points", str(points), "--jobs", str(jobs), "--"]
+    command += ["--grace", str(GRACE), *ranks, "--max-points", str(points), "--jobs", str(jobs)]
+    command += ["--timeout", str(TIMEOUT), "--"]
     command += [sys.executable, "-m", *job]
     # ckpt-chaos 0.1.8 arms the rank that --crash-rank names, but asks this variable, 0 by default, whether to crash it
     env = {**os.environ, "CKPT_CHAOS_CRASH_RANK": str(victim), "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile bcp
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)  # noqa: S603 -- our own job
     control, *rows = rejudge(work) or [None]
     if done.returncode not in (0, 1) or control is None or control.verdict != "PASS":

@@ -81,13 +81,14 @@ class Training:
         self.optimizer.zero_grad()
         self.scheduler.step()
 
-    def digest(self) -> str:
-        """Return a digest of all weights, gathered by torch."""
-        summary = hashlib.sha256()
-        for weight in self.model.state_dict().values():
-            whole: Tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            summary.update(whole.detach().contiguous().numpy().tobytes())
-        return summary.hexdigest()
+
+def digest(model: nn.Module) -> str:
+    """Return a digest of all weights, gathered by torch."""
+    summary = hashlib.sha256()
+    for weight in model.state_dict().values():
+        whole: Tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        summary.update(whole.detach().contiguous().numpy().tobytes())
+    return summary.hexdigest()
 
 
 def committed(out: Path) -> list[Path]:
@@ -237,7 +238,7 @@ def main() -> None:
     else:
         train(training, options.out, options.way)
     if not stopped:
-        summary = training.digest()
+        summary = digest(training.model)
         if rank == 0:
             (options.out / "digest").write_text(summary)
     if ranks > 1:

@@ -1,8 +1,7 @@
 """A job of torchtitan's debug Llama on CPU and gloo: python titan_job.py MODE FOLDER ASKED.
 
 ASKED is a JSON object with fields of the checkpoint's config, and with ``steps``, ``stop``, ``any_readers``,
-``tensor_parallel`` and ``finished``. The first part of the file replaces what torchtitan asks of a GPU. bcp has no part
-in it.
+``tensor_parallel`` and ``finished``.
 """
 
 from __future__ import annotations
@@ -12,113 +11,25 @@ import json
 import os
 import signal
 import sys
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import update_wrapper
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 from host_side import report, save_options
-from torchtitan.tools import utils
 
+from benchmarks.chaos_hosts.titan_on_cpu import HostLoader, on_cpu, sample  # isort: skip -- replaces parts
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.tools.logging import init_logger
 
-class Anything(types.ModuleType):
-    """Stands for kernels that import triton, and that no CPU runs."""
+import bcp
+from bcp.integrations.torchtitan import BcpCheckpointManager
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything(name)
-
-
-KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
-sys.modules[KERNELS] = Anything(KERNELS)
-
-
-class Device(types.ModuleType):
-    """Answers for the module of an accelerator."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if hasattr(torch.cpu, name):
-            return getattr(torch.cpu, name)
-        return lambda *_, **__: {} if name.startswith("memory_stats") else 0
-
-
-device = Device("cpu_device")
-device.get_device_name = lambda *_: "cpu"
-device.device_count = lambda: 2
-device.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=1 << 34, name="cpu")
-device.current_device = lambda: torch.device("cpu")
-device.set_device = lambda _: None
-utils.device_type, utils.device_module = "cpu", device
-utils.get_local_device = lambda *_, **__: torch.device("cpu")
-
-from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader  # noqa: E402 -- ask for the device
-from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.distributed import utils as distributed_utils  # noqa: E402
-from torchtitan.models.common import attention  # noqa: E402
-from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
-from torchtitan.tools.logging import init_logger  # noqa: E402
-
-import bcp  # noqa: E402
-from bcp.integrations.torchtitan import BcpCheckpointManager  # noqa: E402
-
-plain = dist.ReduceOp.SUM  # gloo has no PREMUL_SUM
-collectives._get_gradient_divide_factors = lambda *_, **__: (None, None, plain, plain)
-distributed_utils.set_pg_timeouts = lambda *_, **__: None
 torch.set_num_threads(1)
-
-
-def attend(_: Any, q: Any, k: Any, v: Any, *, scale: Any = None, enable_gqa: bool = False, **__: Any) -> torch.Tensor:
-    """Stand for flex attention, which needs a GPU or a compiler. Dropout shows the random states in the losses."""
-    query, key, value = (head.transpose(1, 2) for head in (q, k, v))
-    settings = {"is_causal": True, "scale": scale, "enable_gqa": enable_gqa, "dropout_p": attend.dropout}
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, **settings).transpose(1, 2)
-
-
-attend.dropout = 0.0
-attention.FlexAttention.forward = update_wrapper(attend, attention.FlexAttention.forward)  # its names of arguments
-
-
-class Toy(torch.utils.data.IterableDataset):
-    """Endless samples of one reader of torchtitan's own loader."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.number = rank, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            self.number += 1
-            yield sample(self.number * 97 + self.rank)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"number": self.number}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.number = state["number"]
-
-
-def sample(seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    tokens = torch.randint(0, 2000, (33,), generator=torch.Generator().manual_seed(seed))
-    return {"input": tokens[:-1]}, tokens[1:]
-
-
-class HostLoader(ParallelAwareDataloader):
-    """The loader of torchtitan: its state belongs to one reader."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(ParallelAwareDataloader.Config):
-        pass
-
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **__: Any) -> None:
-        super().__init__(Toy(dp_rank), dp_rank=dp_rank, dp_world_size=dp_world_size, batch_size=local_batch_size)
 
 
 class GlobalLoader(BaseDataLoader):
@@ -160,42 +71,13 @@ class GlobalLoader(BaseDataLoader):
         pass
 
 
-class NoTokenizer(BaseTokenizer):
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config: Config, **__: Any) -> None:
-        super().__init__()
-
-    def encode(self, *_: Any, **__: Any) -> list[int]:
-        return []
-
-    def decode(self, *_: Any, **__: Any) -> str:
-        return ""
-
-    def get_vocab_size(self) -> int:
-        return 2048
-
-
-def on_cpu(config: Any) -> Any:
-    """Make a config small, and exact in float32."""
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
-    config.tokenizer, config.hf_assets_path = NoTokenizer.Config(), ""
-    config.training.local_batch_size, config.training.seq_len = 2, 32
-    config.training.mixed_precision_param, config.training.disable_cuda_graphs = "float32", True
-    config.validator.enable, config.parallelism.spmd_backend = False, "partial_dtensor"
-    config.debug.seed, config.comm.trace_buf_size, config.lr_scheduler.total_steps = 0, 0, 6
-    return config
-
-
 def job(folder: str, asked: dict[str, Any]) -> Any:
     """Return the config of a job. A step has two batches of 2: of two ranks, or of one rank after the other.
 
     Both sum two gradients in float32, so losses do not depend on the number of ranks. A norm would: clipping is off.
     """
-    config, any_readers = on_cpu(llama3_debugmodel()), asked.pop("any_readers", False)
-    attend.dropout = 0.0 if any_readers else 0.1
+    any_readers = asked.pop("any_readers", False)
+    config = on_cpu(llama3_debugmodel(), dropout=0.0 if any_readers else 0.1)
     config.dataloader = (GlobalLoader if any_readers else HostLoader).Config()
     config.parallelism.tensor_parallel_degree = asked.pop("tensor_parallel", 1)
     config.training.global_batch_size, config.training.max_norm = 4, 1e9
