@@ -20,7 +20,8 @@ hypothesis.settings.load_profile("bcp")
 
 
 LONGEST = ("test_examples.py", "test_hdfs_faults.py", "test_torchrun.py", "test_run_stops.py", "test_chaos.py")
-"""Files of ``make test-all`` that take minutes: they begin first."""
+LONGEST += ("test_transformers.py", "test_torchtitan.py", "test_commit_races.py")
+"""Files of ``make test-all`` and ``make hosts`` that take minutes, and one of ``make test``: they begin first."""
 
 MOST = 8
 """Cores that a run without ``-n`` takes at most: each process imports torch, in seconds and 300 MB."""
@@ -74,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: place[item.path])
         return
     long = {item.path for item in items if item.get_closest_marker("dist")}
-    items.sort(key=lambda item: (not (are_long(config) and item.path.name in LONGEST), item.path not in long))
+    items.sort(key=lambda item: (item.path.name not in LONGEST, item.path not in long))
 
 
 def _multiply(item: pytest.Item, factor: int) -> None:
