@@ -118,7 +118,7 @@ def _spare_older_objects() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _let_ranks_rest() -> Iterator[None]:
-    """End pools that a file did not use, once it has run."""
+    """End pools that three files did not use."""
     yield
     Ranks.rest()
 
