@@ -13,7 +13,7 @@ PINS := -c constraints.txt
 endif
 # More arguments, as in `make test ARGS='tests/unit/plan -k divide'` or `make bench ARGS='--quick'`.
 ARGS ?=
-# Which tests `make test-all` runs; `.ci/run` leaves out sweeps of kills.
+# Which tests `make test-all` runs; `.ci/run` leaves out sweeps of kills, and some of the largest matrices.
 LONG := long
 # The order of `make test-random`.
 SEED := $(shell date +%s)
