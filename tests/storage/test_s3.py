@@ -251,8 +251,8 @@ async def test_uploads_are_listed_by_pages(server: S3Server, monkeypatch: pytest
     assert asked == [{"Prefix": "root/"}, *[{"Prefix": "root/", "KeyMarker": "k", "UploadIdMarker": "i"}] * 2]
 
 
-async def test_folders_are_listed_by_pages_of_a_thousand(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [f"step-{number:08d}" for number in range(1000)]
+async def test_folders_are_listed_by_pages(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"step-{number:08d}" for number in range(60)]
     backend = server.backend(server.place(), QUICK)
     limit = anyio.CapacityLimiter(64)
 
@@ -270,7 +270,7 @@ async def test_folders_are_listed_by_pages_of_a_thousand(server: S3Server, monke
 
     async def counted(operation: str, data: memoryview | None = None, **params: Any) -> dict[str, Any]:
         asked.append(params)
-        answer: dict[str, Any] = await call(operation, data, **params)
+        answer: dict[str, Any] = await call(operation, data, **params, MaxKeys=40)  # S3 has 1,000 on a page
         return answer
 
     monkeypatch.setattr(backend.store, "call", counted)
