@@ -44,7 +44,7 @@ def trained() -> dict[str, Any]:
 # -- all of it ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sample(READABLE, *READABLE[::2]))
+@pytest.mark.parametrize("name", sample(READABLE, *READABLE[::4]))
 def test_every_tensor_is_that_of_the_reader_made_from_the_documentation(name: str) -> None:
     chance = random.Random(name)  # noqa: S311 -- no secret
     for path in folders(name):
@@ -272,7 +272,7 @@ def test_names_of_a_stranger_neither_move_the_cursor_nor_run_in_a_notebook(tmp_p
     assert "\x1b" not in ckpt._repr_html_()
 
 
-@pytest.mark.parametrize("name", sample(READABLE, *READABLE[::2]))
+@pytest.mark.parametrize("name", sample(READABLE, *READABLE[::4]))
 def test_the_places_of_a_tensor_are_its_bytes(name: str) -> None:
     for path in folders(name):
         expected, ckpt = documented(path), bcp.Checkpoint(path)
