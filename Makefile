@@ -13,7 +13,7 @@ PINS := -c constraints.txt
 endif
 # More arguments, as in `make test ARGS='tests/unit/plan -k divide'` or `make bench ARGS='--quick'`.
 ARGS ?=
-# Which tests `make test-all` runs; `.ci/run` leaves out sweeps of kills, and some of the largest matrices.
+# Which tests `make test-all` runs; `.ci/run` leaves out the marks `kills` and `full`.
 LONG := long
 # The order of `make test-random`.
 SEED := $(shell date +%s)
@@ -51,7 +51,7 @@ test: venv  ## Run all tests, or those that ARGS chooses, in one process more th
 	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus)
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: venv  ## Run what `make test` leaves out: full matrices, the largest cases, whole jobs, and sweeps of kills.
+test-all: venv  ## Run what `make test` leaves out: full matrices, whole jobs, sweeps of kills. `.ci/run` is without marks kills and full.
 	$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus
 	$(BIN)/python -m pytest -m '$(LONG)' $(ARGS)
 

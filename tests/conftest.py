@@ -20,8 +20,8 @@ hypothesis.settings.load_profile("bcp")
 
 
 LONGEST = ("test_examples.py", "test_hdfs_faults.py", "test_torchrun.py", "test_run_stops.py", "test_chaos.py")
-LONGEST += ("test_transformers.py", "test_torchtitan.py", "test_commit_races.py")
-"""Files of ``make test-all`` and ``make hosts`` that take minutes, and one of ``make test``: they begin first."""
+LONGEST += ("test_transformers.py", "test_torchtitan.py", "test_commit_races.py", "test_commit_table.py")
+"""Files of ``make test-all`` and ``make hosts`` that take minutes, and two of ``make test``: they begin first."""
 
 MOST = 8
 """Cores that a run without ``-n`` takes at most: each process imports torch, in seconds and 300 MB."""

@@ -172,6 +172,7 @@ def test_every_sample_is_fed_once_by_worker_processes() -> None:
     assert restarts > 6
 
 
+@pytest.mark.long
 def test_every_sample_is_fed_once_by_the_worker_processes_of_split_shards() -> None:
     for seed in range(6 * TIMES):
         rng = seeded(seed)
