@@ -19,9 +19,10 @@ hypothesis.settings.register_profile("bcp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("bcp")
 
 
-LONGEST = ("test_examples.py", "test_hdfs_faults.py", "test_torchrun.py", "test_run_stops.py", "test_chaos.py")
-LONGEST += ("test_transformers.py", "test_torchtitan.py", "test_commit_races.py", "test_commit_table.py")
-"""Files of ``make test-all`` and ``make hosts`` that take minutes, and two of ``make test``: they begin first."""
+LONGEST = ["test_examples.py", "test_hdfs_faults.py", "test_torchrun.py", "test_commit_table.py", "test_chaos.py"]
+LONGEST += ["test_run_stops.py", "test_commit_races.py"]
+LONGEST += ["test_transformers.py", "test_megatron.py", "test_torchtitan.py", "test_lightning.py"]  # of make hosts
+"""Files that take minutes in ``make test-all`` or ``make hosts``: they begin first, in this order."""
 
 MOST = 8
 """Cores that a run without ``-n`` takes at most: each process imports torch, in seconds and 300 MB."""
@@ -75,7 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: place[item.path])
         return
     long = {item.path for item in items if item.get_closest_marker("dist")}
-    items.sort(key=lambda item: (item.path.name not in LONGEST, item.path not in long))
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (place.get(item.path.name, len(place)), item.path not in long))
 
 
 def _multiply(item: pytest.Item, factor: int) -> None:
