@@ -144,7 +144,7 @@ class Ranks:
     def rest(cls) -> None:
         """Be told of the end of a file: end all pools that did nothing in the last three.
 
-        Threads of gloo wake ten times a second, and a new pool takes five seconds to start.
+        Threads of gloo wake ten times a second, and a new pool costs a second of CPU time, those of DeepSpeed more.
         """
         for pool in list(cls._pools):
             pool._idle_files += 1

@@ -79,7 +79,7 @@ def test_every_placement_of_one_dimension(mesh: tuple[int, ...]) -> None:
     assert counts[SAME] > sum(counts.values()) / 2
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (2, 1, 2)])
+@pytest.mark.parametrize("mesh", [pytest.param((2, 2, 2), marks=pytest.mark.long), (2, 1, 2)])
 def test_every_fourth_placement_of_one_dimension_on_three_mesh_dimensions(mesh: tuple[int, ...]) -> None:
     cases = itertools.product([mesh], placements_of(mesh), [(48,), (29,)])
     assert set(counted(itertools.islice(cases, 3, None, 4))) <= AGREED
