@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all test-busy test-random soak mutants sweep sweep-page hosts hosts-all rgw gpu check format demo bench clients chaos docs clean
+.PHONY: help venv venv-hosts test test-all test-busy test-random soak mutants sweep sweep-page hosts hosts-all rgw gpu check format demo bench clients chaos docs clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -13,6 +13,8 @@ PINS := -c constraints.txt
 endif
 # More arguments, as in `make test ARGS='tests/unit/plan -k divide'` or `make bench ARGS='--quick'`.
 ARGS ?=
+# Which tests `make test-all` runs; `.ci/run` leaves out the marks `kills` and `full`.
+LONG := long
 # The order of `make test-random`.
 SEED := $(shell date +%s)
 
@@ -43,13 +45,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev,cli,report,frameworks,servers,torchdata,grain,datasets,otel,prometheus]'
 	touch $@
 
+venv-hosts: $(HOSTS)/.installed  ## Make .venv-hosts with the trainers that `make hosts` needs.
+
 test: venv  ## Run all tests, or those that ARGS chooses, in one process more than cores. Needs root, g++, Java, /dev/fuse.
 	$(if $(ARGS),,$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus)
 	$(BIN)/python -m pytest $(ARGS)
 
-test-all: venv  ## Run what `make test` leaves out: full matrices, the largest cases, whole jobs, and sweeps of kills.
+test-all: venv  ## Run what `make test` leaves out: full matrices, whole jobs, sweeps of kills. `.ci/run` is without marks kills and full.
 	$(BIN)/python tests/servers/prepare.py chromium hdfs prometheus
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/python -m pytest -m '$(LONG)' $(ARGS)
 
 test-busy: venv  ## Run the tests beside two busy loops a core: no test may depend on the time that it gets.
 	$(BIN)/python tests/support/busy.py $(BIN)/python -m pytest $(ARGS)

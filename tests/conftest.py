@@ -19,8 +19,10 @@ hypothesis.settings.register_profile("bcp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("bcp")
 
 
-LONGEST = ("test_examples.py", "test_hdfs_faults.py", "test_torchrun.py", "test_run_stops.py", "test_chaos.py")
-"""Files of ``make test-all`` that take minutes: they begin first."""
+LONGEST = ["test_examples.py", "test_hdfs_faults.py", "test_torchrun.py", "test_commit_table.py", "test_chaos.py"]
+LONGEST += ["test_run_stops.py", "test_commit_races.py"]
+LONGEST += ["test_transformers.py", "test_megatron.py", "test_torchtitan.py", "test_lightning.py"]  # of make hosts
+"""Files that take minutes in ``make test-all`` or ``make hosts``: they begin first, in this order."""
 
 MOST = 8
 """Cores that a run without ``-n`` takes at most: each process imports torch, in seconds and 300 MB."""
@@ -74,7 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: place[item.path])
         return
     long = {item.path for item in items if item.get_closest_marker("dist")}
-    items.sort(key=lambda item: (not (are_long(config) and item.path.name in LONGEST), item.path not in long))
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (place.get(item.path.name, len(place)), item.path not in long))
 
 
 def _multiply(item: pytest.Item, factor: int) -> None:
@@ -117,7 +120,7 @@ def _spare_older_objects() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _let_ranks_rest() -> Iterator[None]:
-    """End pools that a file did not use, once it has run."""
+    """End pools that three files did not use."""
     yield
     Ranks.rest()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.data_state.gather import AHEAD, SHARDS, gather
 from benchmarks.data_state.units import reshard, upload
 from benchmarks.figures import Figures
@@ -11,6 +13,7 @@ from benchmarks.figures import Figures
 MIB = 1 << 20
 
 
+@pytest.mark.long
 def test_a_small_state_is_gathered() -> None:
     figures = Figures()
     gather(8 * SHARDS * AHEAD * 1600, 1, 0.0, figures)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from samples import sample
 
 from bcp.policies import Costs, Moment, Tuned
 from benchmarks import frequency
@@ -83,7 +84,7 @@ def test_the_interval_of_the_simulation_is_that_at_which_a_save_is_due() -> None
         assert policy.due(moment) is due
 
 
-@pytest.mark.parametrize("stall", [0.01, 10.0])
+@pytest.mark.parametrize("stall", sample([0.01, 10.0], 0.01))
 @pytest.mark.parametrize("mtbf", [1.0, 100.0])
 def test_the_corners_are_within_five_percent_of_the_optimum(stall: float, mtbf: float) -> None:
     found = [share for share, _ in ratios(jobs(stall, quick=False), mtbf, 10_000.0, [5])]

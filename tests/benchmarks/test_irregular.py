@@ -11,7 +11,9 @@ from benchmarks import irregular
 pytestmark = [pytest.mark.dist, pytest.mark.long]
 
 
-@pytest.mark.parametrize("framework", ["FSDP1, use_orig_params=False", "Megatron-LM"])
+@pytest.mark.parametrize(
+    "framework", [pytest.param("FSDP1, use_orig_params=False", marks=pytest.mark.full), "Megatron-LM"]
+)
 def test_a_quick_run_compares_both_ways(framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = {name: job for name, job in irregular.JOBS.items() if name.startswith(framework)}
     assert len(jobs) == 1

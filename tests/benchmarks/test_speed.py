@@ -308,6 +308,7 @@ def test_a_library_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.dist
 @pytest.mark.long
+@pytest.mark.full
 def test_ranks_share_a_state_and_load_it_again(tmp_path: Path) -> None:
     run = Run(MIB, 1, tmp_path, ["bcp", "DCP"], quick=True)
     run.part("ranks")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bcp.telemetry import sinks
 from bcp.telemetry.settings import COARSE, settings
 from benchmarks.figures import Figures
@@ -12,6 +14,7 @@ from benchmarks.telemetry import blocking, cpu, opened, replay
 MIB = 1 << 20
 
 
+@pytest.mark.long
 def test_small_saves_are_compared_in_pairs(tmp_path: Path) -> None:
     figures = Figures()
     before = tuple(sinks())

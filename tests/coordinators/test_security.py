@@ -25,6 +25,7 @@ import pytest
 import torch
 import trustme
 from anyio import to_thread
+from forked import Forked
 from logs import captured_logs
 from relays import LOOPBACK, Relay, relayed_job
 from samples import sample
@@ -728,7 +729,7 @@ def test_strangers_do_not_use_up_the_descriptors_of_a_job(tmp_path: Path) -> Non
     command = [sys.executable, str(program), str(tmp_path / "ckpt")]
     said, numbers = [], []
     with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,  # noqa: S603 -- our own program
+        Forked(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process,
         ExitStack() as stack,
     ):
         assert process.stdout is not None

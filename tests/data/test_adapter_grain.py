@@ -72,7 +72,7 @@ PIPELINES: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sample(PIPELINES, *list(PIPELINES)[::2]))
+@pytest.mark.parametrize("name", sample(PIPELINES, "map", "mix"))
 def test_any_chain_of_readers_feeds_each_sample_once(name: str, closer: ExitStack) -> None:
     rng = seeded(len(name))
     for _ in range(12):

@@ -108,9 +108,9 @@ def chain(
         restarts += 1
 
 
-@pytest.mark.parametrize("part", sample(range(4), 0))
+@pytest.mark.parametrize("part", sample(range(8), 0))
 def test_every_sample_is_fed_once_and_in_the_order_of_one_reader(part: int) -> None:
-    for seed in range(part, 600 * TIMES, 4):
+    for seed in range(part, 600 * TIMES, 8):
         rng = seeded(seed)
         run = random_run(rng, shards := rng.choice([6, 12, 24]))
         fed, _ = chain(run, rng, [n for n in (1, 2, 3, 4, 6, 8, 12, 24) if shards % n == 0], [0])
@@ -119,9 +119,9 @@ def test_every_sample_is_fed_once_and_in_the_order_of_one_reader(part: int) -> N
         assert fed.windows == run.uninterrupted().windows, seed
 
 
-@pytest.mark.parametrize("part", sample(range(4), 0))
+@pytest.mark.parametrize("part", sample(range(8), 0))
 def test_every_sample_is_fed_once_if_the_readers_do_not_divide_the_shards(part: int) -> None:
-    for seed in range(part, 600 * TIMES, 4):
+    for seed in range(part, 600 * TIMES, 8):
         rng = seeded(seed)
         run = random_run(rng, rng.choice([1, 2, 3, 4]))
         fed, _ = chain(run, rng, [1, 2, 3, 4, 5, 6, 8, 12], [0])
@@ -172,6 +172,7 @@ def test_every_sample_is_fed_once_by_worker_processes() -> None:
     assert restarts > 6
 
 
+@pytest.mark.long
 def test_every_sample_is_fed_once_by_the_worker_processes_of_split_shards() -> None:
     for seed in range(6 * TIMES):
         rng = seeded(seed)

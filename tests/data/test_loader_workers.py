@@ -20,6 +20,7 @@ import torch
 from feeding import Fed, alike, drain, everything, load, save, step
 from forked import run_forked
 from ranks import ended, started
+from samples import sample
 from slow_sources import Exiting, Failing, Growing, Locked, Noted, Silent, Verbose, Wide
 
 from bcp._messages.reading import StatesRequest
@@ -378,7 +379,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["killed", "returns"])
+@pytest.mark.parametrize("how", sample(["killed", "returns"], "killed"))
 def test_workers_die_with_the_process_that_started_them(how: str, tmp_path: Path) -> None:
     job = run_script(SCRIPT, tmp_path, how)
     assert job.returncode == (-signal.SIGKILL if how == "killed" else 0)

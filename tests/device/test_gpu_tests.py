@@ -18,6 +18,7 @@ from gpu import bounds
 from gpu.scenarios import EMULATED, SCENARIOS, Scenario, figures, order, sharded
 from gpu.scenarios.scale import once
 from late import accelerators
+from samples import sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12; DataLoader forks
 ROOM = figures.Room(runs=2, nbytes=3_000_000, raw_nbytes=1 << 20)
@@ -62,7 +63,7 @@ class TestFigures:
         with pytest.raises(AssertionError, match="not batched"):
             figures.many_small_tensors(tmp_path, EMULATED, ROOM, most=1e-9)
 
-    @pytest.mark.parametrize("snapshot", ["eager", "lazy"])
+    @pytest.mark.parametrize("snapshot", sample(["eager", "lazy"], "lazy"))
     def test_training(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: str) -> None:
         begun, step = threading.Semaphore(0), figures.Training.step
 

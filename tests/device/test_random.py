@@ -299,7 +299,7 @@ def run(seed: int, folder: Path) -> None:
         MemoryBackend.forget(f"late {seed}")
 
 
-@pytest.mark.parametrize("seed", sample(range(CASES), *range(0, CASES, 2)))
+@pytest.mark.parametrize("seed", sample(range(CASES), *range(0, CASES, 3)))
 def test_a_random_case(tmp_path: Path, seed: int) -> None:
     run(seed, tmp_path)
 

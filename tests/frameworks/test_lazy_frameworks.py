@@ -22,7 +22,7 @@ NETS = {
 KINDS = ["z1/fp32", "z1/bf16", "z2/fp16", "z3/fp32", "z3/bf16"]
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, "z1/fp32", "z3/bf16"))
+@pytest.mark.parametrize("kind", sample(KINDS, "z1/fp32"))
 def test_a_step_of_deepspeed_waits_until_the_state_before_it_is_copied(
     deepspeed4: Ranks, tmp_path: Path, kind: str
 ) -> None:

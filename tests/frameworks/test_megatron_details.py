@@ -12,6 +12,7 @@ import torch
 from logical import differences, hyper, logical
 from megatron_gpt import Layout, Net, initial
 from ranks import Ranks
+from samples import sample
 
 import bcp
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.dist
 
 NET = Net(layers=2)
 BF16 = replace(NET, bf16=True)
+EXPERTS = replace(NET, experts=4)
 TP2, PP2, DP4, TP2_PP2 = Layout(tp=2), Layout(pp=2), Layout(), Layout(tp=2, pp=2)
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -103,7 +105,7 @@ def test_an_optimizer_that_does_not_know_its_model_needs_it(megatron4: Ranks, sa
     assert all("pass it as states['model']" in each for each in said)
 
 
-@pytest.mark.parametrize("net", [NET, BF16, Net(layers=2, experts=4), replace(BF16, distopt=False)])
+@pytest.mark.parametrize("net", sample([NET, BF16, EXPERTS, replace(BF16, distopt=False)], BF16, EXPERTS))
 def test_a_load_before_the_first_step_makes_states_and_nothing_else(megatron4: Ranks, net: Net) -> None:
     for names in megatron4.run(details.prepare, net, TP2 if not net.experts else Layout(ep=2)):
         assert any(name.endswith(".exp_avg") for name in names)

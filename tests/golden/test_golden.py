@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ import pyarrow as pa
 import pytest
 import torch
 from golden import jobs
-from golden.cases import CASES, FRAMEWORKS, MEGATRON, STORE, codecs_of, copy_in, seeded
+from golden.cases import CASES, STORE, codecs_of, copy_in, seeded
 from golden.described import described, text_of
 from golden.expected import DATA, Record, check_plain, flat_bytes, read
 from ranks import Ranks
-from samples import sample
 from stranger import KINDS, read_checkpoint, read_others, read_tables
 
 import bcp
@@ -32,16 +31,6 @@ READABLE = [name for name, case in CASES.items() if not case.codecs and not case
 
 SINCE = {"run": ["metrics"]}
 """Facts of a commit that saves have today, and that these cases are too old for."""
-
-BACK = ["fsdp2-tp", "fsdp1-flat", "megatron-tp2", "megatron-pp2", "deepspeed-zero1", "deepspeed-zero3"]
-"""Cases that go back into their own framework; the frameworks with global state come last."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    """Four processes of this file's own: Megatron and DeepSpeed leave global state behind."""
-    with closing(Ranks(4)) as ranks:
-        yield ranks
 
 
 @pytest.fixture
@@ -100,17 +89,6 @@ def test_the_documentation_is_enough_to_read_it(name: str) -> None:
         units = {f"{one}/{unit}" for one, (_, units) in part.units.items() for unit in ("", *units)}
         assert {dotted for kind, dotted in others if kind == "dataloader"} == units
         assert {kind for kind, _ in extras} == part.extras.keys()
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("name", sample(BACK, *list(BACK)[::2]))
-def test_its_own_framework_loads_it_on_four_ranks(pool: Ranks, tmp_path: Path, name: str) -> None:
-    source = DATA / name / "checkpoint"
-    if name in MEGATRON:
-        pool.run(jobs.load_megatron, source, tmp_path, MEGATRON[name])
-    else:
-        pool.run(jobs.load_exact, source, tmp_path, FRAMEWORKS[name][1])
-    check(tmp_path / "again", read(DATA / name))
 
 
 def test_a_token_loader_goes_on_with_the_windows_that_come_next() -> None:

@@ -245,6 +245,7 @@ def loaded_many(path: Path, count: int) -> bool:
     return all(bool((tensor == float(n)).all()) for n, tensor in enumerate(model.values()))
 
 
+@pytest.mark.long
 def test_a_large_plan_on_a_slow_link_is_no_silence(network: Network, tmp_path: Path) -> None:
     with job_of(network, [1, 2]) as job:
         succeed(job, "tree", tmp_path / "warm", 1)

@@ -44,6 +44,7 @@ def refused(path: Path, tls: Tls, address: str) -> str:
     return "it was let in"
 
 
+@pytest.mark.long
 def test_a_job_with_certificates(network: Network, tmp_path: Path) -> None:
     authority = trustme.CA()
     ranks = Job(network, [1, 2], lambda _: "tcp://h1:29511")

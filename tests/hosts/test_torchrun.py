@@ -70,7 +70,7 @@ STORES = {"shared": {}, "own": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", [pytest.param("shared", marks=pytest.mark.kills), "own"])
 def test_ranks_are_killed(network: Network, tmp_path: Path, store: str) -> None:
     path = tmp_path / "ckpt"
     with closing(Torchrun(network, "4", network.hosts, STORES[store])) as job:
@@ -111,7 +111,7 @@ def test_hosts_are_lost_and_come_back(network: Network, tmp_path: Path, timeout:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", ["shared", pytest.param("own", marks=pytest.mark.kills)])
 @with_more_time(*TIMEOUTS, hosts=5)
 def test_hosts_are_lost_and_the_job_goes_on_with_fewer(
     network: Network, tmp_path: Path, timeout: float, store: str

@@ -9,7 +9,6 @@ import pytest
 import torch
 from jobs import Job
 from patience import patiently
-from samples import sample
 
 import bcp
 from benchmarks.network import Network
@@ -33,7 +32,8 @@ def loaded(path: Path) -> int:
     return report.read_nbytes
 
 
-@pytest.mark.parametrize("slow", sample([None, 3], 3))
+@pytest.mark.long
+@pytest.mark.parametrize("slow", [None, 3])
 def test_a_rank_with_a_slow_uplink_reads_and_sends_less(network: Network, tmp_path: Path, slow: int | None) -> None:
     """On a busy machine the others are slow, too: then the slow one is made slower still."""
 

@@ -365,7 +365,7 @@ def sleep() -> int:
 def test_a_forked_child_dies_of_the_signal_from_its_first_moment_and_the_parent_does_not_hear_it(
     installed: Preemption, heard: Heard
 ) -> None:
-    for _ in range(50):
+    for _ in range(20):
         child = forked(sleep)
         os.kill(child, signal.SIGTERM)
         assert how(child) == -signal.SIGTERM

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from forked import VARIABLE, Forked, run_forked
+from samples import sample
 
 SELF = """
 import atexit, json, os, signal, sys
@@ -31,7 +32,7 @@ sys.exit(7)
 ENDS = ["pass", "import sys; sys.exit('words')", "import os; os._exit(9)", "raise SystemExit", "import os; os.abort()"]
 ENDS += ["raise ValueError(1)", "import threading, time; threading.Thread(target=time.sleep, args=(0.1,)).start()"]
 # a fork has imported torch._dynamo: it calls tabulate at the end, if that is there, and Python forgets the interrupt
-ENDS += ["import os, signal, torch._dynamo; os.kill(os.getpid(), signal.SIGINT); signal.pause()"]
+INTERRUPT = "import os, signal, torch._dynamo; os.kill(os.getpid(), signal.SIGINT); signal.pause()"
 
 
 def both(command: list[str], **how: object) -> list[tuple[int, str, str]]:
@@ -61,7 +62,7 @@ def test_a_program_finds_what_popen_gives(tmp_path: Path, kind: str, session: st
     assert forked[1].endswith("at the end\n")
 
 
-@pytest.mark.parametrize("program", ENDS)
+@pytest.mark.parametrize("program", sample([*ENDS, INTERRUPT], *ENDS))
 def test_a_program_ends_as_one_of_popen(program: str) -> None:
     popen, forked = both([sys.executable, "-c", program])
     assert forked[:2] == popen[:2]

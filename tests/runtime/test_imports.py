@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import pkgutil
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -30,19 +32,72 @@ HEAVY = {"torch", "sympy", "rich", "pygments", "opentelemetry", "psutil", "grpc"
 
 def printed_by(program: str, *arguments: str) -> str:
     """Run a program in a fresh interpreter; return what it prints."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, *arguments]
+    command = [*INTERPRETER, program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)  # noqa: S603 -- our own code
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def imported_by(program: str, *arguments: str, before: str = "") -> set[str]:
-    """Run a program in a fresh interpreter; return the names of the modules that it has imported."""
-    count = "import sys; print(*sorted(set(sys.modules) - _before), file=open(sys.argv[-1], 'w'))"
-    first = f"{before}\nimport sys\n_before = set(sys.modules)\n"
-    names = Path(arguments[0]) / "names"
-    printed_by(f"{first}{program}\n{count}", *arguments, str(names))
-    return set(names.read_text().split())
+INTERPRETER = [sys.executable, "-W", "ignore::DeprecationWarning", "-c"]
+
+FORKING = """\
+import json, os, sys
+exec(sys.argv[1])
+for line in sys.stdin:
+    program, files, arguments = json.loads(line)
+    if (child := os.fork()) == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    os._exit(0)
+for name, number in (("out", 1), ("errors", 2)):
+    os.dup2(os.open(f"{files}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+sys.argv[1:] = arguments
+exec(program, {"__name__": "__main__"})
+sys.stdout.flush()
+os._exit(0)  # the end of an interpreter with torch takes longer than most programs
+"""
+
+
+class Forking:
+    """An interpreter that has run one statement, and forks a process for each program: torch is imported once."""
+
+    def __init__(self, statement: str, files: Path) -> None:
+        pipe, self._files = subprocess.PIPE, files
+        command = [*INTERPRETER, FORKING, statement]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)  # noqa: S603 -- our own
+
+    def printed_by(self, program: str, *arguments: str) -> str:
+        """Run a program; return what it prints."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        print(json.dumps([program, str(self._files), arguments]), file=stdin, flush=True)
+        assert stdout.readline() == "0\n", (self._files / "errors").read_text()
+        return (self._files / "out").read_text()
+
+    def imported_by(self, program: str, *arguments: str) -> set[str]:
+        """Run a program; return the names of the modules that it has imported."""
+        head = "import sys\n_before = set(sys.modules)\n"
+        tail = "\nprint('modules:', *sorted(set(sys.modules) - _before))"
+        return set(self.printed_by(head + program + tail, *arguments).rpartition("modules:")[2].split())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forking]:
+    """An interpreter that has imported next to nothing."""
+    with closing(Forking("", tmp_path_factory.mktemp("fresh"))) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def with_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forking]:
+    """An interpreter that has imported torch, and nothing of bcp."""
+    with closing(Forking("import torch", tmp_path_factory.mktemp("with_torch"))) as process:
+        yield process
 
 
 def heavy(modules: set[str]) -> set[str]:
@@ -58,10 +113,10 @@ def name_of(module: ModuleType) -> str:
 
 
 @pytest.mark.parametrize("door", sample(DOORS, bcp, bcp.telemetry), ids=name_of)
-def test_the_import_of_a_public_module_is_light(door: ModuleType, tmp_path: Path) -> None:
-    modules = imported_by(f"import {door.__name__}", str(tmp_path), before="import torch")
+def test_the_import_of_a_public_module_is_light(door: ModuleType, fresh: Forking, with_torch: Forking) -> None:
+    modules = with_torch.imported_by(f"import {door.__name__}")
     assert len(modules) <= 20, sorted(modules)
-    assert not heavy(imported_by(f"import {door.__name__}", str(tmp_path)))
+    assert not heavy(fresh.imported_by(f"import {door.__name__}"))
 
 
 @pytest.mark.parametrize("door", DOORS, ids=name_of)
@@ -80,8 +135,8 @@ def test_structlog_is_imported_by_its_root_alone() -> None:
 @pytest.mark.parametrize(
     "first", ["import bcp.telemetry as watch", "from bcp import save\nfrom bcp.telemetry import watch"]
 )
-def test_spans_and_metrics_follow_all_saves(first: str) -> None:
-    sinks = printed_by(f"{first}\nprint(*[type(sink).__name__ for sink in watch.sinks()])")
+def test_spans_and_metrics_follow_all_saves(first: str, with_torch: Forking) -> None:
+    sinks = with_torch.printed_by(f"{first}\nprint(*[type(sink).__name__ for sink in watch.sinks()])")
     assert sinks.split() == ["Spans", "Metrics"]
 
 
@@ -167,28 +222,28 @@ else:
 """
 
 
-def test_a_save_of_plain_tensors_imports_neither_dtensors_nor_sympy(tmp_path: Path) -> None:
-    modules = imported_by(PLAIN, str(tmp_path))
+def test_a_save_of_plain_tensors_imports_neither_dtensors_nor_sympy(with_torch: Forking, tmp_path: Path) -> None:
+    modules = with_torch.imported_by(PLAIN, str(tmp_path))
     assert not modules & {"sympy", "torch.distributed.tensor"}
 
 
-def test_dtensors_imported_after_the_first_save_are_saved_and_loaded(tmp_path: Path) -> None:
-    printed_by(PLAIN + DTENSORS, str(tmp_path))
+def test_dtensors_imported_after_the_first_save_are_saved_and_loaded(with_torch: Forking, tmp_path: Path) -> None:
+    with_torch.printed_by(PLAIN + DTENSORS, str(tmp_path))
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["doctor", "--help"]])
-def test_help_of_the_command_line_imports_next_to_nothing(arguments: list[str], tmp_path: Path) -> None:
+def test_help_of_the_command_line_imports_next_to_nothing(arguments: list[str], fresh: Forking) -> None:
     call = f"import contextlib\nfrom bcp.__main__ import main\nwith contextlib.suppress(SystemExit): main({arguments})"
-    modules = imported_by(call, str(tmp_path))
+    modules = fresh.imported_by(call)
     assert heavy(modules) <= {"click"}
     assert len({name for name in modules if name.startswith("bcp")}) <= 15
     assert not {name.partition(".")[0] for name in modules} & {"numpy", "pyarrow", "anyio", "asyncio"}
 
 
 @pytest.mark.parametrize("use", sample(["", "bcp.save", "from bcp import *"], "", "from bcp import *"))
-def test_dir_has_the_public_names(use: str) -> None:
+def test_dir_has_the_public_names(use: str, with_torch: Forking) -> None:
     names = f"import bcp\n{use}\nprint(*dir(bcp))\nassert set(dir(bcp)) == set(bcp.__all__)"
-    assert printed_by(names).split() == sorted(bcp.__all__)
+    assert with_torch.printed_by(names).split() == sorted(bcp.__all__)
 
 
 @pytest.mark.parametrize("module", DOORS, ids=name_of)
@@ -339,16 +394,20 @@ assert ended_well(child)
         ("from bcp.coordinators import GrpcCoordinator", "grpc"),
     ),
 )
-def test_a_child_forked_in_the_middle_of_an_import_saves_and_loads(first: str, moment: str, tmp_path: Path) -> None:
-    printed_by(HEAD + ANOTHER_THREAD, first, moment, str(tmp_path))
+def test_a_child_forked_in_the_middle_of_an_import_saves_and_loads(
+    first: str, moment: str, with_torch: Forking, tmp_path: Path
+) -> None:
+    with_torch.printed_by(HEAD + ANOTHER_THREAD, first, moment, str(tmp_path))
 
 
-def test_a_thread_may_fork_in_the_middle_of_its_own_import(tmp_path: Path) -> None:
-    printed_by(HEAD + SAME_THREAD, "", "bcp._save.leader", str(tmp_path))
+def test_a_thread_may_fork_in_the_middle_of_its_own_import(with_torch: Forking, tmp_path: Path) -> None:
+    with_torch.printed_by(HEAD + SAME_THREAD, "", "bcp._save.leader", str(tmp_path))
 
 
-def test_a_child_forked_while_another_thread_makes_its_first_event_loop_has_one(tmp_path: Path) -> None:
-    printed_by(HEAD + FIRST_LOOP, "", "", str(tmp_path))
+def test_a_child_forked_while_another_thread_makes_its_first_event_loop_has_one(
+    with_torch: Forking, tmp_path: Path
+) -> None:
+    with_torch.printed_by(HEAD + FIRST_LOOP, "", "", str(tmp_path))
 
 
 def test_every_import_inside_of_a_function_takes_the_lock_of_imports() -> None:
@@ -367,13 +426,14 @@ def lines_without_the_lock(body: Sequence[ast.stmt | ast.excepthandler | ast.exp
     for node in body:
         if isinstance(node, ast.With) and "importing" in [ast.unparse(item.context_expr) for item in node.items]:
             continue
-        if isinstance(node, ast.Import | ast.ImportFrom) or IMPORT.match(ast.unparse(node)):
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Import | ast.ImportFrom) or called in IMPORTING:
             yield node.lineno
         else:
             yield from lines_without_the_lock([*ast.iter_child_nodes(node)])
 
 
-IMPORT = re.compile(r"(importlib\.)?import_module\(|fsspec\.get_filesystem_class\(")
+IMPORTING = {"import_module", "importlib.import_module", "fsspec.get_filesystem_class"}
 
 
 THREADS = """\

@@ -27,7 +27,7 @@ import bcp
 
 torch.set_num_threads(1)
 random.seed(int(sys.argv[2]))
-folder, forks = sys.argv[1], 12
+folder, forks = sys.argv[1], 8
 ended = threading.Event()
 
 

@@ -82,6 +82,7 @@ public class MiniHdfs {
     base.setInt("dfs.replication", Math.min(count, 3));
     base.setInt("dfs.namenode.safemode.extension", 0);
     base.setInt("dfs.namenode.handler.count", 16);
+    base.setInt("dfs.ls.limit", 100); // names on a page of a list, of which a server has 1,000
     base.setInt("dfs.heartbeat.interval", 1);
     base.setBoolean("dfs.namenode.edits.noeditlogchannelflush", true); // no fsync: the machine outlives the tests
     base.setInt("dfs.namenode.heartbeat.recheck-interval", 1000);

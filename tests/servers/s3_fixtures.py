@@ -1,4 +1,4 @@
-"""The fixture of a server of S3; a test module names this one in ``pytest_plugins``."""
+"""The fixture of a server of S3, for ``pytest_plugins`` of a test module. All modules of a process share it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from servers.s3 import S3Server, moto_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[S3Server]:
     with moto_server() as running:
         yield running

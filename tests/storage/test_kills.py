@@ -68,6 +68,7 @@ def test_rgw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.kills
 def test_hdfs(hdfs: MiniHdfs, tmp_path: Path) -> None:
     root = f"/runs/{uuid4().hex}"
     assert_survives_kills(f"{hdfs.url}{root}", tmp_path)

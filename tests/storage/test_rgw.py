@@ -22,6 +22,7 @@ def rgw() -> Iterator[S3Server]:
 
 
 class TestOnRgw(TestOnMoto):
+    many, page = 1200, 1000
     pytestmark = [pytest.mark.rgw, pytest.mark.anyio]  # noqa: RUF012 -- as pytest wants it
 
     @pytest.fixture

@@ -39,6 +39,7 @@ HOST = "127.0.0.1"
 PRELOADED = [*fork_server.PRELOADED, "datasets", "bcp.data", "bcp.data.adapters.torchdata"]
 GRACE_SECONDS = 60.0
 """After one rank failed: how long the others may go on before they are taken to wait for it in vain."""
+IDLE_FILES = 3
 
 
 def forkserver() -> ForkServerContext:
@@ -111,7 +112,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._has_run = False
+        self._idle_files = 0
         self._pools.add(self)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -125,7 +126,7 @@ class Ranks:
 
         Function, arguments and results are pickled, the function by reference, tensors by value.
         """
-        self._has_run = True
+        self._idle_files = -1  # until this one ends
         if not self._processes:
             self._start()
         call = pickle.dumps((function, args))
@@ -141,11 +142,14 @@ class Ranks:
 
     @classmethod
     def rest(cls) -> None:
-        """End all pools that did nothing since the last call: threads of gloo wake ten times a second."""
+        """Be told of the end of a file: end all pools that did nothing in the last three.
+
+        Threads of gloo wake ten times a second, and a new pool costs a second of CPU time, those of DeepSpeed more.
+        """
         for pool in list(cls._pools):
-            if not pool._has_run:
+            pool._idle_files += 1
+            if pool._idle_files >= IDLE_FILES:
                 pool.close()
-            pool._has_run = False
 
     def close(self) -> None:
         """End all processes, at once: there is nothing in them to lose. Idempotent."""

@@ -36,6 +36,8 @@ def test_a_soak_tries_more_examples(test: str, examples: int) -> None:
 def test_a_matrix_leaves_a_sample() -> None:
     marks = [[mark.name for mark in case.marks] for case in sample([("a", 1), ("a", 2), ("b", 1)], ("a", 2))]
     assert marks == [["long"], [], ["long"]]
+    marks = [[mark.name for mark in case.marks] for case in sample(["a", "b", "c"], "a", full=["b"])]
+    assert marks == [[], ["long", "full"], ["long"]]
     with pytest.raises(AssertionError, match="leaves a sample"):
         sample([1, 2])
     with pytest.raises(AssertionError, match="no cases"):

@@ -85,7 +85,7 @@ def device(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield device
 
 
-@pytest.mark.parametrize("name", sample(SCENARIOS, *list(SCENARIOS)[::2]))
+@pytest.mark.parametrize("name", sample(SCENARIOS, *list(SCENARIOS)[::3]))
 def test_on_a_real_accelerator(device: Device, tmp_path: Path, name: str) -> None:
     device.run(name, tmp_path)
 

@@ -13,6 +13,8 @@ from bcp.testing.storage_fakes import CountingBackend, FaultyBackend
 
 
 class TestLocalBackend(BackendSuite):
+    many = 300  # there are no pages
+
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Backend:
         return LocalBackend(tmp_path / "not" / "there yet")

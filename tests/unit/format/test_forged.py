@@ -264,7 +264,7 @@ PLACES = [
 ]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), st.integers(0, 1), NUMBERS, st.booleans()), min_size=1, max_size=3))
 def test_any_forged_numbers_are_either_sound_or_refused(
     changes: list[tuple[tuple[str, str, int], int, int, bool]],

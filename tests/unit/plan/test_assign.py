@@ -39,7 +39,7 @@ def loads(plan: Sequence[Assignment]) -> list[int]:
 # -- properties ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_readers_share_every_wanted_block_and_everything_arrives(data: st.DataObject) -> None:
     saved = data.draw(checkpoints())

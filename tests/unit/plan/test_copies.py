@@ -50,7 +50,7 @@ def found_in(memory: Memory, chunks: Ints | None = None) -> Copies:
 # -- properties ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_runs_of_all_chunks_write_every_byte_once(data: st.DataObject) -> None:
     saved = data.draw(checkpoints())

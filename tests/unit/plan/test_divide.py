@@ -182,7 +182,7 @@ def write_files(table: ShardTable, division: Divided, rank: int) -> dict[tuple[s
     return files
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(worlds(), st.sampled_from(["split", "worst-fit"]))
 def test_any_world_is_divided_exactly(tables, balance):
     division = divided(tables, balance=balance, block_bytes=4096)
@@ -194,7 +194,7 @@ def test_any_world_is_divided_exactly(tables, balance):
     check_writers_hold_what_they_write(tables, division)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(worlds())
 def test_files_written_part_by_part_hold_what_the_layout_says(tables):
     division = divided(tables, block_bytes=4096)

@@ -30,7 +30,7 @@ def element_boundaries(saved: Saved, file: int) -> list[int]:
 # -- properties ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_runs_that_tile_the_files_write_every_element_once(data: st.DataObject) -> None:
     saved = data.draw(checkpoints())
@@ -43,7 +43,7 @@ def test_any_runs_that_tile_the_files_write_every_element_once(data: st.DataObje
     memory.check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_wants_are_exact_hulls(data: st.DataObject) -> None:
     saved = data.draw(checkpoints())

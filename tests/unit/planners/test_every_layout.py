@@ -14,6 +14,7 @@ import pytest
 import torch
 from every_rank import MISSING, EveryRank, Verdict, placements_of, strided, verdict
 from lacking import lacking
+from samples import sample, sample_of
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -54,7 +55,7 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "placements"), NAMED)
+@pytest.mark.parametrize(("mesh", "placements"), sample(NAMED, *NAMED[::2]))
 def test_strided_shards_among_other_cuts_of_their_dimension(mesh: tuple[int, ...], placements: list[Placement]) -> None:
     ranks = EveryRank(mesh)
     for rows in (math.prod(mesh), 3 * math.prod(mesh)):
@@ -78,7 +79,7 @@ def test_every_placement_of_one_dimension(mesh: tuple[int, ...]) -> None:
     assert counts[SAME] > sum(counts.values()) / 2
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (2, 1, 2)])
+@pytest.mark.parametrize("mesh", [pytest.param((2, 2, 2), marks=pytest.mark.long), (2, 1, 2)])
 def test_every_fourth_placement_of_one_dimension_on_three_mesh_dimensions(mesh: tuple[int, ...]) -> None:
     cases = itertools.product([mesh], placements_of(mesh), [(48,), (29,)])
     assert set(counted(itertools.islice(cases, 3, None, 4))) <= AGREED
@@ -118,7 +119,11 @@ def after_tp(whole: torch.Tensor, dp: int, tp: tuple[int, ...]) -> list[torch.Te
     return [part[rank] for rank in range(dp) for part in parts]
 
 
-@pytest.mark.parametrize("mesh", [(4, 2), (3, 2), (2, 4), (2, 2, 2), (2, 2, 3), (2, 3, 2), (3, 1, 2), (1, 2, 2)])
+MESHES = [(4, 2), (3, 2), (2, 4), (2, 2, 2), (2, 2, 3), (2, 3, 2), (3, 1, 2), (1, 2, 2)]
+NAMED_MESHES = {" x ".join(map(str, mesh)): mesh for mesh in MESHES}
+
+
+@pytest.mark.parametrize("mesh", sample_of(NAMED_MESHES, *list(NAMED_MESHES)[1::2]))
 def test_fsdp2_over_tp_is_exact_for_every_size(mesh: tuple[int, ...]) -> None:
     ranks = EveryRank(mesh)
     placements = [strided(math.prod(mesh[1:])), *([S] * (len(mesh) - 1))]

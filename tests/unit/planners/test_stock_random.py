@@ -217,4 +217,4 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = pytest.mark.filterwarnings("ignore:Casting complex values to real")(Lives.TestCase)
-TestLives.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestLives.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)

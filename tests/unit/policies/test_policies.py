@@ -109,7 +109,7 @@ def test_a_save_that_began_in_the_future_is_not_repeated_at_once(policy: SavePol
     assert not policy.due(at(10, last=10, seconds=5.0, begun=100.0, costs=costs))
 
 
-@pytest.mark.parametrize("policy", sample(TIMED, *TIMED[::3]), ids=repr)
+@pytest.mark.parametrize("policy", sample(TIMED, TIMED[0], TIMED[-1]), ids=repr)
 def test_a_timed_policy_that_is_due_stays_due(policy: SavePolicy) -> None:
     assert policy.timed
     rng = random.Random(1)  # noqa: S311 -- a fixed seed, no secret

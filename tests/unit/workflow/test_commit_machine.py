@@ -176,7 +176,7 @@ class LocalCommits(Commits):
 HEALTH = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 TestCommits = Commits.TestCase
 TestCommits.settings = settings(
-    derandomize=True, max_examples=40, stateful_step_count=25, suppress_health_check=HEALTH, phases=[Phase.generate]
+    derandomize=True, max_examples=25, stateful_step_count=25, suppress_health_check=HEALTH, phases=[Phase.generate]
 )
 TestLocalCommits = LocalCommits.TestCase
 TestLocalCommits.settings = settings(

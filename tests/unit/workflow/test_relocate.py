@@ -116,7 +116,7 @@ def check(mapping: Mapping, local: LocalShards) -> None:
         assert torch.equal(tensor.reshape(-1), flat)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_blocks_land_where_the_mapping_says(data: st.DataObject) -> None:
     mapping = data.draw(mappings())
