@@ -29,12 +29,14 @@ class Job:
         program: file name.
         arguments: of all lives, such as a strategy.
         world_size: ranks; more than one run under torchrun.
+        hang_seconds: ends a hang.
     """
 
     program: str
     arguments: tuple[str, ...] = ()
     world_size: int = 1
     environment: dict[str, str] = field(default_factory=dict)
+    hang_seconds: float = HANG_SECONDS
 
     def run(self, folder: Path, *asked: str) -> dict[str, Any]:
         """Run it to its end, and return what rank 0 reported."""
@@ -43,7 +45,7 @@ class Job:
             env=self._environment(folder),
             capture_output=True,
             text=True,
-            timeout=HANG_SECONDS,
+            timeout=self.hang_seconds,
             check=False,
         )
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
@@ -61,7 +63,7 @@ class Job:
             running = subprocess.Popen(  # noqa: S603 -- as above
                 self._command(folder, *asked), env=environment, stdout=output, stderr=output, start_new_session=True
             )
-            deadline = time.monotonic() + HANG_SECONDS
+            deadline = time.monotonic() + self.hang_seconds
             try:
                 while not held.exists() and running.poll() is None and time.monotonic() < deadline:
                     time.sleep(0.02)
