@@ -44,7 +44,9 @@ def main() -> None:
         step_scheduler_with_optimizer=not asked["plain"],  # else it counts the steps of all ranks
     )
     torch.manual_seed(0)
-    body = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.0 if asked["plain"] else 0.2), torch.nn.Linear(32, 8))
+    body = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.Dropout(0.0 if asked["plain"] else 0.2), torch.nn.Linear(32, 8)
+    )
     head = torch.nn.Linear(8, 1)
     data = TensorDataset(torch.rand(32, 16), torch.rand(32))
     loader = DataLoader(data, batch_size=4 // accelerator.num_processes, shuffle=True)
