@@ -132,7 +132,7 @@ async def _latest_whole(place: str, role: str, trust: Trust, storage_options: Ma
         ledger = await folder.peek()
         await folder.steps()
         listing = [candidate async for candidate in candidates(folder, ledger, trust)]
-        weighed, index = await roles.weighed(Goal(trust), folder, listing)
+        weighed, index, _ = await roles.weighed(Goal(trust), folder, listing)
     return f"{below}/{weighed[index].name}" if index < len(weighed) else None
 
 

@@ -29,6 +29,7 @@ class Launch:
         id: of the launch.
         goal: what the roles asked for, as words.
         step: where all roles go on; 0 for a new run.
+        saved: launch in which the checkpoints of that step were saved; "" for none.
         joined: a token of the process that has resumed, for each role that has.
         newest: the step of the newest checkpoint that a launch has gone on from; 0 for none.
         earlier: ids of earlier launches, the newest last.
@@ -44,6 +45,7 @@ class Launch:
     id: str
     goal: str = ""
     step: int = 0
+    saved: str = ""
     joined: Mapping[str, str] = field(default_factory=dict)
     newest: int = 0
     earlier: Sequence[str] = ()
@@ -89,6 +91,7 @@ class Launch:
                 id=fields["id"],
                 goal=fields["goal"],
                 step=fields["step"],
+                saved=fields["saved"],
                 joined=dict(fields["joined"]),
                 newest=fields["newest"],
                 earlier=tuple(fields["earlier"]),
@@ -103,7 +106,7 @@ class Launch:
 
     def _check(self, where: str) -> None:
         """Raise CorruptError for fields of other types or sizes."""
-        texts = [*self.roles, self.id, self.goal, *self.joined, *self.joined.values(), *self.earlier]
+        texts = [*self.roles, self.id, self.goal, self.saved, *self.joined, *self.joined.values(), *self.earlier]
         steps = (self.step, self.newest)
         are_texts = all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts)
         are_texts = are_texts and all(map(ROLE.fullmatch, (*self.roles, *self.joined)))  # names of folders

@@ -144,6 +144,7 @@ class Roles:
 
         """
         launch, weighed = await self._join(goal, own, listing)
+        listing = [await self._of_launch(launch, candidate, own) for candidate in listing]
         if launch.step not in {0, *(candidate.step for candidate in listing if not candidate.reason)}:
             why = "; ".join(each.reason for each in listing if each.step == launch.step) or "it is not there"
             raise CorruptError(
@@ -158,6 +159,15 @@ class Roles:
             else replace(candidate, reason=known[candidate.step, candidate.name] or chosen)
             for candidate in listing
         ]
+
+    async def _of_launch(self, launch: Launch, candidate: Candidate, own: Folder) -> Candidate:
+        """Give a folder of the step a reason if it is not the checkpoint that the first role has seen."""
+        if candidate.step != launch.step or candidate.reason:
+            return candidate
+        saved, reason = await _launch_or_reason(own, candidate.name)
+        if not reason and saved != launch.saved:
+            reason = f"it was saved in launch {saved!r}, and the other roles have it from launch {launch.saved!r}"
+        return replace(candidate, reason=reason)
 
     async def whole(self, entries: Sequence[Entry], own: Folder) -> Whole:
         """Say which checkpoints of this role are whole, by the ledgers of all roles.
@@ -199,8 +209,8 @@ class Roles:
 
     # -- resumption ---------------------------------------------------------------------------
 
-    async def weighed(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[list[Candidate], int]:
-        """Look for the newest whole step; return the candidates with reasons against newer ones, and its place.
+    async def weighed(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[list[Candidate], int, str]:
+        """Look for the newest whole step; return the candidates with reasons against newer ones, its place, its launch.
 
         The place is the number of candidates if no step is whole.
 
@@ -217,16 +227,17 @@ class Roles:
             for place, candidate in enumerate(listing):
                 if candidate.reason:
                     continue
-                launch = await _launch_in(own, candidate.name)
-                reasons = [
-                    await self._against(candidate.step, launch, goal, name, folder, ledgers[name])
-                    for name, folder in folders.items()
-                ]
-                reason = "; ".join(filter(None, reasons))
+                launch, reason = await _launch_or_reason(own, candidate.name)
                 if not reason:
-                    return weighed, place
+                    reasons = [
+                        await self._against(candidate.step, launch, goal, name, folder, ledgers[name])
+                        for name, folder in folders.items()
+                    ]
+                    reason = "; ".join(filter(None, reasons))
+                if not reason:
+                    return weighed, place, launch
                 weighed[place] = replace(candidate, reason=reason)
-            return weighed, len(listing)
+            return weighed, len(listing), ""
         finally:
             for folder in folders.values():
                 await folder.aclose()
@@ -235,14 +246,15 @@ class Roles:
         self, step: int, launch: str, goal: Goal, name: str, folder: Folder, ledger: Ledger | None
     ) -> str:
         """Return why a checkpoint of another role does not complete a step; "" if it does."""
-        there = [
-            each for each in folder.names_of(step) if step in folder.listed.folders and await folder.commit_of(each)
-        ]
+        names = folder.names_of(step) if step in folder.listed.folders else ()
+        there = [each for each in names if await folder.commit_of(each)]
         if not there:
             return f"{name} has no committed checkpoint of it"
-        theirs = await _launch_in(folder, there[0])
-        if theirs != launch:
-            return f"{name} has saved it in launch {theirs!r}, and {self._role.name} in launch {launch!r}"
+        found = [await _launch_or_reason(folder, each) for each in there]
+        if not any(theirs == launch and not reason for theirs, reason in found):
+            theirs, reason = found[0]
+            mine = f"{self._role.name} in launch {launch!r}"
+            return f"{name}: {reason}" if reason else f"{name} has saved it in launch {theirs!r}, and {mine}"
         entry = None if ledger is None else ledger.entry(step)
         trust = "unknown" if entry is None else entry.trust
         if goal.step is None and trust == "suspect":
@@ -251,7 +263,7 @@ class Roles:
 
     async def _join(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[Launch, Sequence[Candidate]]:
         """Take part in the launch; begin it if this role is the first. Return the candidates that were weighed, too."""
-        weighed, step = listing, None
+        weighed, step, saved = listing, None, ""
         for _ in range(TRIES):
             stored, version = await _stored(self._backend, self._url)
             if stored is not None:
@@ -260,10 +272,10 @@ class Roles:
                 launch = stored
             else:
                 if step is None:
-                    weighed, step = await self._newest(goal, own, listing)
+                    weighed, step, saved = await self._newest(goal, own, listing)
                     if stored is not None and not step and goal == Goal():
                         await self._check_losses(stored, own)
-                launch = self._begun(stored, goal, step, weighed)
+                launch = self._begun(stored, goal, step, saved, weighed)
             launch = launch.with_role(self._role.name, self._token)
             if launch == stored or await self._backend.put_if(LAUNCHES_KEY, launch.to_bytes(), version) is not None:
                 return launch, weighed
@@ -272,15 +284,20 @@ class Roles:
             "the folder of a run"
         )
 
-    async def _newest(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[Sequence[Candidate], int]:
-        """Return the newest whole step, 0 for none, and the candidates. Raises InputError if its step was asked for."""
-        weighed, place = await self.weighed(goal, own, listing)
+    async def _newest(
+        self, goal: Goal, own: Folder, listing: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], int, str]:
+        """Return the candidates, and the newest whole step with its launch, 0 for none.
+
+        Raises InputError if the step of the goal is not whole.
+        """
+        weighed, place, saved = await self.weighed(goal, own, listing)
         if place < len(weighed):
-            return weighed, weighed[place].step
+            return weighed, weighed[place].step, saved
         if goal.step is not None:
             reasons = "; ".join(candidate.reason for candidate in weighed if candidate.step == goal.step)
             raise InputError(f"the run cannot be resumed from step {goal.step}: {reasons}. Pass another step, or none")
-        return weighed, 0
+        return weighed, 0, ""
 
     async def _check_losses(self, stored: Launch, own: Folder) -> None:
         """Raise CorruptError before a run begins anew because the folder of a role has been lost."""
@@ -317,9 +334,9 @@ class Roles:
                 f"resume({stored.goal}): pass the same arguments in all roles"
             )
 
-    def _begun(self, stored: Launch | None, goal: Goal, step: int, weighed: Sequence[Candidate]) -> Launch:
+    def _begun(self, stored: Launch | None, goal: Goal, step: int, saved: str, weighed: Sequence[Candidate]) -> Launch:
         """Begin a launch. It begins anew only where no launch has gone on from a checkpoint before, or if asked to."""
-        begun = Launch(roles=self._role.of, id=self.launch, goal=str(goal), step=step, newest=step)
+        begun = Launch(roles=self._role.of, id=self.launch, goal=str(goal), step=step, saved=saved, newest=step)
         if stored is None:
             return begun
         if not step and stored.newest and goal == Goal():
@@ -397,3 +414,11 @@ async def _with_launch(folder: Folder, entry: Entry) -> Entry:
 async def _launch_in(folder: Folder, name: str) -> str:
     """Return the launch that a committed checkpoint was saved in; "" if it was saved without roles."""
     return str((await folder.read_commit(name)).user.get(LAUNCH, ""))
+
+
+async def _launch_or_reason(folder: Folder, name: str) -> tuple[str, str]:
+    """Return the launch of a committed checkpoint, or why its metadata cannot say it."""
+    try:
+        return await _launch_in(folder, name), ""
+    except (CorruptError, FileNotFoundError, InputError) as error:
+        return "", f"its metadata cannot be read: {error}"

@@ -416,7 +416,7 @@ def test_arguments_that_fit_no_role(tmp_path: Path, options: dict[str, Any], wor
 # -- the file ------------------------------------------------------------------------------------------------
 
 
-LAUNCH = Launch(roles=NAMES, id="7", step=4, joined={"actor": "a1"}, newest=4, earlier=("5", "6"))
+LAUNCH = Launch(roles=NAMES, id="7", step=4, saved="6", joined={"actor": "a1"}, newest=4, earlier=("5", "6"))
 
 
 @pytest.mark.parametrize(
@@ -428,6 +428,7 @@ LAUNCH = Launch(roles=NAMES, id="7", step=4, joined={"actor": "a1"}, newest=4, e
         (b'"actor",', b'"../actor",', bcp.CorruptError),
         (b'"actor":', b'"..":', bcp.CorruptError),
         (b'"id": "7"', b'"id": 7', bcp.CorruptError),
+        (b'"saved": "6"', b'"saved": 6', bcp.CorruptError),
         (b'"roles": [', b'"rolls": [', bcp.CorruptError),
         (b'"version": 1', b'"version": "1"', bcp.CorruptError),
         (b"{", b"", bcp.CorruptError),
