@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -189,7 +189,9 @@ class Folder:
             leftovers += [step] if is_left else []
         return leftovers
 
-    async def remove(self, step: int, *, spare_pinned: bool = False) -> None:
+    async def remove(
+        self, step: int, *, spare_pinned: bool = False, check: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         """Delete a checkpoint: its entry, then its commit object, then the rest. Of a link only the link goes.
 
         A crash at any point leaves a whole checkpoint, or one that no list calls committed. Then :meth:`leftovers` has
@@ -198,6 +200,7 @@ class Folder:
         Args:
             step: its step.
             spare_pinned: leave the checkpoint if somebody has pinned it meanwhile.
+            check: awaited once the ledger says that the deletion begins. If it raises an error, nothing is deleted.
 
         Raises:
             InputError: the folder was not taken.
@@ -212,6 +215,8 @@ class Folder:
             ledger = await self.change(partial(_leaving, step, version, spare_pinned))
             if ledger.entry(step) is not None:
                 return
+        if check is not None:
+            await check()
         for name, commit in reversed(list(zip(names, commits, strict=True))):  # the ledger has noted the first commit
             await self._delete(name, commit)
         self._removed.add(step)

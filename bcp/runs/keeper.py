@@ -253,7 +253,7 @@ class Keeper:
 
         A checkpoint that cannot be deleted now is tried again at the next commit, and keeps no other.
         """
-        leaving = list(steps)
+        leaving, check = list(steps), None if self._roles is None else self._roles.check
         try:
             led_to = await self._folder.led_to(leaving)
         except StorageError as error:
@@ -264,7 +264,7 @@ class Keeper:
                 log.info("step %d is not deleted: the link of another step leads to it", step)
                 continue
             try:
-                await self._folder.remove(step, spare_pinned=True)
+                await self._folder.remove(step, spare_pinned=True, check=check)
             except RunTakenError:
                 raise
             except (StorageError, InputError, CorruptError) as error:

@@ -255,6 +255,8 @@ class Roles:
             theirs, reason = found[0]
             mine = f"{self._role.name} in launch {launch!r}"
             return f"{name}: {reason}" if reason else f"{name} has saved it in launch {theirs!r}, and {mine}"
+        if goal.step is None and _is_leaving(ledger, step):
+            return f"{name} has begun to delete it"
         entry = None if ledger is None else ledger.entry(step)
         trust = "unknown" if entry is None else entry.trust
         if goal.step is None and trust == "suspect":
@@ -278,11 +280,30 @@ class Roles:
                 launch = self._begun(stored, goal, step, saved, weighed)
             launch = launch.with_role(self._role.name, self._token)
             if launch == stored or await self._backend.put_if(LAUNCHES_KEY, launch.to_bytes(), version) is not None:
+                if launch.step and step is not None and goal.step is None:
+                    await self._check_stays(launch)
                 return launch, weighed
         raise StorageError(
             f"{self._url}: {LAUNCHES_KEY} was changed by others in each of {TRIES} attempts; let one job at a time use "
             "the folder of a run"
         )
+
+    async def _check_stays(self, launch: Launch) -> None:
+        """Raise CorruptError if a job of the launch before deletes the step meanwhile, or has.
+
+        Such a job notes the deletion, then looks for another launch, then deletes.
+        """
+        for name in self._others:
+            folder = self._open(name)
+            try:
+                await folder.steps()
+                if _is_leaving(await folder.peek(), launch.step) or not await folder.committed(launch.step):
+                    raise CorruptError(
+                        f"launch {launch.id!r} goes on from step {launch.step}, and {name} of the launch before has "
+                        "begun to delete it: restart all roles with another launch="
+                    )
+            finally:
+                await folder.aclose()
 
     async def _newest(
         self, goal: Goal, own: Folder, listing: Sequence[Candidate]
@@ -414,6 +435,11 @@ async def _with_launch(folder: Folder, entry: Entry) -> Entry:
 async def _launch_in(folder: Folder, name: str) -> str:
     """Return the launch that a committed checkpoint was saved in; "" if it was saved without roles."""
     return str((await folder.read_commit(name)).user.get(LAUNCH, ""))
+
+
+def _is_leaving(ledger: Ledger | None, step: int) -> bool:
+    """Whether a deletion of a step has begun."""
+    return ledger is not None and any(removal.step == step for removal in ledger.removing)
 
 
 async def _launch_or_reason(folder: Folder, name: str) -> tuple[str, str]:

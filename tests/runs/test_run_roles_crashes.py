@@ -28,7 +28,7 @@ class Life:
     def __init__(self, store: str, dies_at: int = -1) -> None:
         self.store, self.dies_at, self.writes = store, dies_at, 0
         self.dead = self.loses_answer = False
-        self.before: Callable[[str], None] = lambda key: None
+        self.before: Callable[[str], None] = lambda _key: None
 
     def look(self) -> None:
         if self.dead:
@@ -141,7 +141,7 @@ def worlds_of(store: str, names: Sequence[str] = NAMES, **options: Any) -> dict[
 
 
 def objects(store: str) -> dict[str, bytes]:
-    return MemoryBackend(store)._objects  # noqa: SLF001 -- the truth, asked beside all code of bcp
+    return MemoryBackend(store)._objects
 
 
 def commits(store: str, name: str) -> set[tuple[int, str]]:
@@ -318,7 +318,7 @@ def test_a_stale_role_deletes_nothing_from_under_the_next_launch(store: str) -> 
         world.save(2)
     old["actor"].save(4)
     new = worlds_of(store)
-    critic, began = old["critic"], []
+    critic, began = old["critic"], list[list[int]]()
 
     def begin(key: str) -> None:
         if key.endswith(METADATA_KEY) and not began:
@@ -332,3 +332,24 @@ def test_a_stale_role_deletes_nothing_from_under_the_next_launch(store: str) -> 
     assert new["critic"].resume() == began[0]
     for world in (*new.values(), *old.values()):
         world.end()
+
+
+def test_a_deletion_that_begins_while_a_launch_begins_is_told(store: str) -> None:
+    """The critic notes a deletion of step 2 after the actor's listing: the actor does not train on."""
+    old = worlds_of(store)
+    for world in old.values():
+        world.resume()
+        world.save(2)
+    old["actor"].save(4)
+    new, critic = worlds_of(store), old["critic"]
+
+    def race(key: str) -> None:
+        if key == "roles.json":
+            critic.save(4)  # its job looks for another launch before there is one
+
+    new["actor"].life.before = race
+    with pytest.raises(bcp.CorruptError, match="critic of the launch before has begun to delete it"):
+        new["actor"].resume()
+    for world in (*new.values(), *old.values()):
+        world.end()
+    assert resumed(store)[0][1] == 4
