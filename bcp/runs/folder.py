@@ -365,6 +365,15 @@ class Folder:
         log.warning("the ledger of a run cannot be read; marks are unknown", run=self._url)
         return None
 
+    async def has_ledger(self) -> bool:
+        """Ask storage whether there is a ledger, whatever its contents.
+
+        Raises:
+            StorageError: storage failed.
+
+        """
+        return await self._backend.version(LEDGER_KEY) is not None
+
     async def amend(self, step: int, change: Callable[[Ledger], Ledger]) -> Ledger:
         """Change the entry of a step in the name of the job that has the folder, which goes on.
 

@@ -138,7 +138,7 @@ class Keeper:
             there = _steps_there(self._folder)
             raise NotACheckpointError(f"{self._folder.url} has no checkpoint of step {step}; {there}")
         if self._roles is not None:
-            await self._roles.refuse(goal)
+            await self._roles.refuse(goal, self._folder)
         ledger = await self._folder.take(run_id)
         self._clock = RunClock()
         self._clock.complain_of_future(max((entry.committed for entry in ledger.entries), default=0.0))
@@ -399,6 +399,8 @@ class Keeper:
             try:
                 await self.change(lambda ledger: ledger.doubted(step, stays=step in self._staying))
             except StorageError as error:  # the save goes on: other ranks have begun it
+                if self._roles is not None:  # else they would take the new checkpoint for the old one
+                    raise
                 log.warning("step %d, which is saved again, is still marked as verified", step, error=repr(error))
 
     async def _unfinished(self) -> Sequence[Unfinished] | None:

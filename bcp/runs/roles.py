@@ -33,6 +33,9 @@ __all__ = ["LAUNCH", "Role", "Roles", "Whole", "launch_at", "roles_at"]
 LAUNCH = "bcp.launch"
 """Name of the launch in the metadata of a checkpoint."""
 
+WITHOUT_ROLES = "saved without roles"
+"""Of a checkpoint: whether those of other roles belong to it, only the caller can know."""
+
 _MOST_ID = 128
 
 
@@ -91,7 +94,8 @@ class Whole:
     Attributes:
         entries: of the whole steps. Pins and metrics of all roles are in them.
         doubted: steps among them that another role calls suspect.
-        broken: of the other steps, those that will never be whole, but not those that are pinned or verified.
+        broken: of the other steps, those that will never be whole. Steps that are pinned in any role, or verified in
+            this one, are left out.
     """
 
     entries: Sequence[Entry]
@@ -120,11 +124,13 @@ class Roles:
         """The id of the launch, for the checkpoints that are saved in it."""
         return self._role.launch
 
-    async def refuse(self, goal: Goal) -> None:
+    async def refuse(self, goal: Goal, own: Folder) -> None:
         """Raise an error of :meth:`agreed` that needs no look at checkpoints, before the role's folder is taken."""
         stored, _ = await _stored(self._backend, self._url)
         if stored is not None:
             self._check(stored, goal)
+            if not goal.fresh:
+                await self._check_losses(stored, own)
 
     async def agreed(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> list[Candidate]:
         """Keep the step that this launch goes on from, and give each other candidate a reason.
@@ -181,16 +187,18 @@ class Roles:
         others = [await self._entries(name, steps) for name in self._others]
         whole: list[Entry] = []
         doubted: set[int] = set()
+        pinned: set[int] = set()
         for step, entry in mine.items():
             twins = [theirs[step] for theirs in others if step in theirs]
-            if len(twins) < len(others) or {twin.launch for twin in twins} != {entry.launch}:
+            pinned |= {step} if any(each.pinned for each in (*twins, entry)) else set()
+            if len(twins) < len(others) or {twin.launch for twin in twins} != {entry.launch} or not entry.launch:
                 continue
             metrics = {name: value for each in (*twins, entry) for name, value in each.metrics.items()}
-            whole.append(replace(entry, metrics=metrics, pinned=any(each.pinned for each in (*twins, entry))))
+            whole.append(replace(entry, metrics=metrics, pinned=step in pinned))
             doubted |= {step} if any(twin.trust == "suspect" for twin in twins) else set()
         sound = [entry.step for entry in whole if entry.trust != "suspect" and entry.step not in doubted]
         left = [mine[step] for step in steps - {entry.step for entry in whole} if step < max(sound, default=0)]
-        broken = {entry.step for entry in left if not entry.pinned and entry.trust != "verified"}
+        broken = {entry.step for entry in left if entry.step not in pinned and entry.trust != "verified"}
         return Whole(whole, doubted, broken)
 
     async def check(self) -> None:
@@ -228,6 +236,8 @@ class Roles:
                 if candidate.reason:
                     continue
                 launch, reason = await _launch_or_reason(own, candidate.name)
+                if not launch and not reason and goal.step is None:
+                    reason = WITHOUT_ROLES
                 if not reason:
                     reasons = [
                         await self._against(candidate.step, launch, goal, name, folder, ledgers[name])
@@ -275,8 +285,6 @@ class Roles:
             else:
                 if step is None:
                     weighed, step, saved = await self._newest(goal, own, listing)
-                    if stored is not None and not step and goal == Goal():
-                        await self._check_losses(stored, own)
                 launch = self._begun(stored, goal, step, saved, weighed)
             launch = launch.with_role(self._role.name, self._token)
             if launch == stored or await self._backend.put_if(LAUNCHES_KEY, launch.to_bytes(), version) is not None:
@@ -321,13 +329,21 @@ class Roles:
         return weighed, 0, ""
 
     async def _check_losses(self, stored: Launch, own: Folder) -> None:
-        """Raise CorruptError before a run begins anew because the folder of a role has been lost."""
-        lost = [] if own.ledger is None or own.ledger.total_lives > 1 else [self._role.name]
-        for name in self._others:
-            folder = self._open(name)
-            lost += [] if await folder.peek() else [name]
-            await folder.aclose()
-        for name in set(lost).intersection(stored.joined):
+        """Raise CorruptError if a role that has resumed in the last launch has an empty folder now.
+
+        A folder without a ledger that has checkpoints gets a new ledger.
+        """
+        folders = {self._role.name: own, **{name: self._open(name) for name in self._others}}
+        try:
+            lost = [
+                name
+                for name, folder in folders.items()
+                if name in stored.joined and not await folder.has_ledger() and not await folder.steps()
+            ]
+        finally:
+            for name in self._others:
+                await folders[name].aclose()
+        for name in lost:
             raise CorruptError(
                 f"{name} has resumed in launch {stored.id!r}, and {self._url}/{name} has no ledger now: bring the "
                 "folder back, or pass fresh=True to resume() in all roles"
@@ -359,6 +375,13 @@ class Roles:
         """Begin a launch. It begins anew only where no launch has gone on from a checkpoint before, or if asked to."""
         begun = Launch(roles=self._role.of, id=self.launch, goal=str(goal), step=step, saved=saved, newest=step)
         if stored is None:
+            alone = [each.step for each in weighed if each.reason == WITHOUT_ROLES]
+            if alone and not step and goal == Goal():
+                raise InputError(
+                    f"{self._url}/{self._role.name} has checkpoints that were saved without roles, and no step of all "
+                    f"roles: pass resume(step={alone[0]}) in all roles if theirs of this step belong together, or "
+                    "fresh=True to begin anew"
+                )
             return begun
         if not step and stored.newest and goal == Goal():
             reasons = "; ".join(f"step {each.step}: {each.reason}" for each in weighed if each.reason)

@@ -353,3 +353,97 @@ def test_a_deletion_that_begins_while_a_launch_begins_is_told(store: str) -> Non
     for world in (*new.values(), *old.values()):
         world.end()
     assert resumed(store)[0][1] == 4
+
+
+# -- what is lost, and what other programs do ----------------------------------------------------------------
+
+
+def drop_folder(store: str, name: str) -> None:
+    for key in [key for key in objects(store) if key.startswith(f"rl/{name}/")]:
+        del objects(store)[key]
+
+
+def test_a_lost_folder_is_told_by_each_restart(store: str) -> None:
+    """The run's first launch has whole steps. A restart that has failed must not hide the loss from the next one."""
+    attempt(store, NAMES, "acac", {})
+    drop_folder(store, "critic")
+    for name in (*NAMES, *NAMES):
+        world = worlds_of(store, [name])[name]
+        with pytest.raises(bcp.CorruptError, match=r"critic has resumed in launch .* has no ledger now"):
+            world.run.resume()
+        world.end()
+    assert resumed(store, fresh=True) == [[0, 0], [0, 0]]
+
+
+def test_pins_hold_while_a_step_is_not_whole(store: str) -> None:
+    """The actor has saved a pinned step again, beside: the critic's checkpoint still completes the pinned one."""
+    pinned_twins(store)
+    worlds_of_pins = worlds_of(store, keep=1)
+    critic = worlds_of_pins["critic"]
+    for world in worlds_of_pins.values():
+        world.resume(step=2)
+    critic.run.pin(4, pinned=False)
+    for step in (6, 8):
+        for world in worlds_of_pins.values():
+            world.save(step)
+    assert {step for step, _ in commits(store, "critic")} == {4, 8}
+    for world in worlds_of_pins.values():
+        world.end()
+
+
+def test_checkpoints_without_a_launch_are_taken_if_asked_for(store: str) -> None:
+    for name in NAMES:
+        given = {"life": Life(store)}
+        model = torch.zeros(2, dtype=torch.int64)
+        options = bcp.SaveOptions(storage_options=given), bcp.LoadOptions(storage_options=given)
+        with bcp.Run(
+            f"mortal://rl/{name}", {"model": {"w": model}}, save=2, save_options=options[0], load_options=options[1]
+        ) as run:
+            run.resume()
+            for step in (1, 2, 3, 4):
+                model[1] = step
+                run.maybe_save(step)
+    world = worlds_of(store, ["actor"])["actor"]
+    with pytest.raises(bcp.InputError, match=r"saved without roles.*resume\(step=4\).*fresh=True"):
+        world.run.resume()
+    world.end()
+    assert resumed(store, step=4) == [[0, 4], [0, 4]]
+
+
+def test_a_file_of_roles_whose_answer_is_lost(store: str) -> None:
+    attempt(store, NAMES, "acac", {})
+    expected = newest(store)
+    worlds = worlds_of(store)
+    actor = worlds["actor"]
+
+    def lose(key: str) -> None:
+        actor.life.loses_answer = key == "roles.json"
+
+    actor.life.before = lose
+    assert [world.resume() for world in worlds.values()] == [expected, expected]
+    for world in worlds.values():
+        world.end()
+
+
+def test_a_ledger_that_cannot_be_written_fails_the_save_of_an_old_step(store: str) -> None:
+    """The other role would take the new checkpoint for the old one, and delete what is whole."""
+    for world in worlds_of(store, keep=10).values():
+        world.resume()
+        for step in (2, 4):
+            world.save(step)
+        world.end()
+    worlds = worlds_of(store, keep=10)
+    for world in worlds.values():
+        world.resume(step=2)
+    actor = worlds["actor"]
+
+    def fail(key: str) -> None:
+        if key == "run.json":
+            raise StorageError("no ledger now")
+
+    actor.life.before = fail
+    with pytest.raises(StorageError, match="no ledger now"):
+        actor.run.save(4).wait()  # type: ignore[union-attr]  # it has begun
+    for world in worlds.values():
+        world.end()
+    assert len(whole(store)) == 2
