@@ -132,8 +132,8 @@ async def _latest_whole(place: str, role: str, trust: Trust, storage_options: Ma
         ledger = await folder.peek()
         await folder.steps()
         listing = [candidate async for candidate in candidates(folder, ledger, trust)]
-        weighed, index, _ = await roles.weighed(Goal(trust), folder, listing)
-    return f"{below}/{weighed[index].name}" if index < len(weighed) else None
+        chosen = (await roles.weighed(Goal(trust), folder, listing)).chosen
+    return None if chosen is None else f"{below}/{chosen.name}"
 
 
 async def _first(folder: Folder, ledger: Ledger | None, trust: Trust) -> str | None:

@@ -103,6 +103,28 @@ class Whole:
     broken: Collection[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """The candidates of a role, as the other roles complete them.
+
+    Attributes:
+        listing: the candidates, with reasons against those that are newer than the chosen one.
+        chosen: the newest one of a whole step; None if no step is whole.
+        launch: in which all roles have saved it.
+        is_damaged: metadata of a newer checkpoint are lost or damaged, in any role.
+    """
+
+    listing: Sequence[Candidate]
+    chosen: Candidate | None = None
+    launch: str = ""
+    is_damaged: bool = False
+
+    @property
+    def step(self) -> int:
+        """The step of the chosen one; 0 for none."""
+        return 0 if self.chosen is None else self.chosen.step
+
+
 class Roles:
     """What one role knows of the others. Exists on its rank 0 only."""
 
@@ -158,7 +180,7 @@ class Roles:
                 "Restart all roles with another launch=; they go on from an older step"
             )
         chosen = f"launch {launch.id!r} goes on from {f'step {launch.step}' if launch.step else 'the beginning'}"
-        known = {(each.step, each.name): each.reason for each in weighed}
+        known = {(each.step, each.name): each.reason for each in weighed.listing}
         return [
             candidate
             if candidate.step == launch.step or candidate.reason
@@ -217,10 +239,8 @@ class Roles:
 
     # -- resumption ---------------------------------------------------------------------------
 
-    async def weighed(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[list[Candidate], int, str]:
-        """Look for the newest whole step; return the candidates with reasons against newer ones, its place, its launch.
-
-        The place is the number of candidates if no step is whole.
+    async def weighed(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> Weighed:
+        """Look for the newest whole step.
 
         Raises:
             BcpError: a ledger, or the metadata of a checkpoint, cannot be read.
@@ -231,51 +251,54 @@ class Roles:
             ledgers = {name: await folder.peek() for name, folder in folders.items()}
             for folder in folders.values():
                 await folder.steps()
-            weighed = list(listing)
+            weighed, is_damaged = list(listing), False
             for place, candidate in enumerate(listing):
                 if candidate.reason:
                     continue
                 launch, reason = await _launch_or_reason(own, candidate.name)
+                reasons, damages = [reason], [bool(reason)]
                 if not launch and not reason and goal.step is None:
-                    reason = WITHOUT_ROLES
-                if not reason:
-                    reasons = [
-                        await self._against(candidate.step, launch, goal, name, folder, ledgers[name])
-                        for name, folder in folders.items()
-                    ]
-                    reason = "; ".join(filter(None, reasons))
-                if not reason:
-                    return weighed, place, launch
-                weighed[place] = replace(candidate, reason=reason)
-            return weighed, len(listing), ""
+                    reasons = [WITHOUT_ROLES]
+                elif not reason:
+                    looks = [(name, folder, ledgers[name]) for name, folder in folders.items()]
+                    answers = [await self._against(candidate.step, launch, goal, *look) for look in looks]
+                    reasons, damages = [each for each, _ in answers], [damaged for _, damaged in answers]
+                if not any(reasons):
+                    return Weighed(weighed, candidate, launch, is_damaged)
+                is_damaged = is_damaged or any(damages)
+                weighed[place] = replace(candidate, reason="; ".join(filter(None, reasons)))
+            return Weighed(weighed, is_damaged=is_damaged)
         finally:
             for folder in folders.values():
                 await folder.aclose()
 
     async def _against(
         self, step: int, launch: str, goal: Goal, name: str, folder: Folder, ledger: Ledger | None
-    ) -> str:
-        """Return why a checkpoint of another role does not complete a step; "" if it does."""
+    ) -> tuple[str, bool]:
+        """Return why a checkpoint of another role does not complete a step, and if it is damaged; "" if it does."""
+        entry = None if ledger is None else ledger.entry(step)
         names = folder.names_of(step) if step in folder.listed.folders else ()
         there = [each for each in names if await folder.commit_of(each)]
         if not there:
-            return f"{name} has no committed checkpoint of it"
+            return f"{name} has no committed checkpoint of it", entry is not None
         found = [await _launch_or_reason(folder, each) for each in there]
         if not any(theirs == launch and not reason for theirs, reason in found):
             theirs, reason = found[0]
             mine = f"{self._role.name} in launch {launch!r}"
-            return f"{name}: {reason}" if reason else f"{name} has saved it in launch {theirs!r}, and {mine}"
-        if goal.step is None and _is_leaving(ledger, step):
-            return f"{name} has begun to delete it"
-        entry = None if ledger is None else ledger.entry(step)
-        trust = "unknown" if entry is None else entry.trust
+            why = f"{name}: {reason}" if reason else f"{name} has saved it in launch {theirs!r}, and {mine}"
+            return why, any(reason for _, reason in found)
+        trust, why = "unknown" if entry is None else entry.trust, ""
         if goal.step is None and trust == "suspect":
-            return f"{name} has marked it as suspect"
-        return f"{name} has not verified it" if goal.trust == "verified" and trust != "verified" else ""
+            why = f"{name} has marked it as suspect"
+        elif goal.step is None and _is_leaving(ledger, step):
+            why = f"{name} has begun to delete it"
+        elif goal.trust == "verified" and trust != "verified":
+            why = f"{name} has not verified it"
+        return why, False
 
-    async def _join(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[Launch, Sequence[Candidate]]:
+    async def _join(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[Launch, Weighed]:
         """Take part in the launch; begin it if this role is the first. Return the candidates that were weighed, too."""
-        weighed, step, saved = listing, None, ""
+        weighed: Weighed | None = None
         for _ in range(TRIES):
             stored, version = await _stored(self._backend, self._url)
             if stored is not None:
@@ -283,14 +306,13 @@ class Roles:
             if stored is not None and stored.id == self.launch:
                 launch = stored
             else:
-                if step is None:
-                    weighed, step, saved = await self._newest(goal, own, listing)
-                launch = self._begun(stored, goal, step, saved, weighed)
+                weighed = weighed or await self._newest(goal, own, listing)
+                launch = self._begun(stored, goal, weighed)
             launch = launch.with_role(self._role.name, self._token)
             if launch == stored or await self._backend.put_if(LAUNCHES_KEY, launch.to_bytes(), version) is not None:
-                if launch.step and step is not None and goal.step is None:
+                if launch.step and weighed is not None and goal.step is None:
                     await self._check_stays(launch)
-                return launch, weighed
+                return launch, weighed or Weighed(listing)
         raise StorageError(
             f"{self._url}: {LAUNCHES_KEY} was changed by others in each of {TRIES} attempts; let one job at a time use "
             "the folder of a run"
@@ -313,20 +335,13 @@ class Roles:
             finally:
                 await folder.aclose()
 
-    async def _newest(
-        self, goal: Goal, own: Folder, listing: Sequence[Candidate]
-    ) -> tuple[Sequence[Candidate], int, str]:
-        """Return the candidates, and the newest whole step with its launch, 0 for none.
-
-        Raises InputError if the step of the goal is not whole.
-        """
-        weighed, place, saved = await self.weighed(goal, own, listing)
-        if place < len(weighed):
-            return weighed, weighed[place].step, saved
-        if goal.step is not None:
-            reasons = "; ".join(candidate.reason for candidate in weighed if candidate.step == goal.step)
+    async def _newest(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> Weighed:
+        """Look for the newest whole step. Raises InputError if the step of the goal is not whole."""
+        weighed = await self.weighed(goal, own, listing)
+        if weighed.chosen is None and goal.step is not None:
+            reasons = "; ".join(candidate.reason for candidate in weighed.listing if candidate.step == goal.step)
             raise InputError(f"the run cannot be resumed from step {goal.step}: {reasons}. Pass another step, or none")
-        return weighed, 0, ""
+        return weighed
 
     async def _check_losses(self, stored: Launch, own: Folder) -> None:
         """Raise CorruptError if a role that has resumed in the last launch has an empty folder now.
@@ -371,26 +386,32 @@ class Roles:
                 f"resume({stored.goal}): pass the same arguments in all roles"
             )
 
-    def _begun(self, stored: Launch | None, goal: Goal, step: int, saved: str, weighed: Sequence[Candidate]) -> Launch:
-        """Begin a launch. It begins anew only where no launch has gone on from a checkpoint before, or if asked to."""
-        begun = Launch(roles=self._role.of, id=self.launch, goal=str(goal), step=step, saved=saved, newest=step)
-        if stored is None:
-            alone = [each.step for each in weighed if each.reason == WITHOUT_ROLES]
-            if alone and not step and goal == Goal():
-                raise InputError(
-                    f"{self._url}/{self._role.name} has checkpoints that were saved without roles, and no step of all "
-                    f"roles: pass resume(step={alone[0]}) in all roles if theirs of this step belong together, or "
-                    "fresh=True to begin anew"
-                )
-            return begun
-        if not step and stored.newest and goal == Goal():
-            reasons = "; ".join(f"step {each.step}: {each.reason}" for each in weighed if each.reason)
+    def _begun(self, stored: Launch | None, goal: Goal, weighed: Weighed) -> Launch:
+        """Begin a launch. It begins anew only where no checkpoint was whole before, or if asked to."""
+        step = weighed.step
+        begun = Launch(
+            roles=self._role.of, id=self.launch, goal=str(goal), step=step, saved=weighed.launch, newest=step
+        )
+        if not step and goal == Goal():
+            self._check_anew(stored, weighed)
+        return begun if stored is None else stored.followed(begun)
+
+    def _check_anew(self, stored: Launch | None, weighed: Weighed) -> None:
+        """Raise an error before a run begins anew though there may be work of all roles."""
+        alone = [each.step for each in weighed.listing if each.reason == WITHOUT_ROLES]
+        if stored is None and alone:
+            raise InputError(
+                f"{self._url}/{self._role.name} has checkpoints that were saved without roles, and no step of all "
+                f"roles: pass resume(step={alone[0]}) in all roles if theirs of this step belong together, or "
+                "fresh=True to begin anew"
+            )
+        if weighed.is_damaged or (stored is not None and stored.newest):
+            reasons = "; ".join(f"step {each.step}: {each.reason}" for each in weighed.listing if each.reason)
             raise CorruptError(
-                f"no step of the run at {self._url} is whole any more, and launch {stored.id!r} has gone on from step "
-                f"{stored.newest}: restore the checkpoints, or pass fresh=True to resume() in all roles. "
+                f"no step of the run at {self._url} is whole any more, and the run does not begin anew by itself: "
+                "restore the checkpoints, or pass fresh=True to resume() in all roles. "
                 f"{reasons or 'There is no checkpoint'}"
             )
-        return stored.followed(begun)
 
     def _taken(self, stored: Launch) -> RunTakenError:
         return RunTakenError(

@@ -447,3 +447,36 @@ def test_a_ledger_that_cannot_be_written_fails_the_save_of_an_old_step(store: st
     for world in worlds.values():
         world.end()
     assert len(whole(store)) == 2
+
+
+@pytest.mark.parametrize("data", [None, b""], ids=["gone", "damaged"])
+def test_damage_of_all_whole_steps_is_no_new_run(store: str, data: bytes | None) -> None:
+    attempt(store, NAMES, "acac", {})
+    spoil(store, "critic", 4, data)
+    drop_folder(store, "critic/step-00000002")
+    for name in (*NAMES, *NAMES):
+        world = worlds_of(store, [name])[name]
+        with pytest.raises(bcp.CorruptError, match=r"no step of the run .* is whole any more"):
+            world.run.resume()
+        world.end()
+
+
+def test_two_roles_that_join_at_the_same_moment(store: str) -> None:
+    """The actor has chosen step 2, and writes it. Meanwhile the critic's late save comes through, and it joins."""
+    old = worlds_of(store, keep=10)
+    for world in old.values():
+        world.resume()
+        world.save(2)
+    old["actor"].save(4)
+    new, weights = worlds_of(store), list[list[int]]()
+
+    def race(key: str) -> None:
+        if key == "roles.json" and not weights:
+            old["critic"].save(4)
+            weights.append(new["critic"].resume())
+
+    new["actor"].life.before = race
+    assert new["actor"].resume() == weights[0] == newest(store)
+    assert weights[0][1] == 4
+    for world in (*new.values(), *old.values()):
+        world.end()
