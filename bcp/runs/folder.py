@@ -27,6 +27,7 @@ from bcp.format.metadata import METADATA_KEY, Commit, decode_commit
 from bcp.policies.keep import Entry
 from bcp.protocols import Backend, Sweeper, Unfinished, Version, folders_of
 from bcp.runs.deletion import delete_checkpoint
+from bcp.runs.launches import stored_launch
 from bcp.runs.ledger import Ledger, Life
 from bcp.runs.ledger_file import FIRST_KEY, LEDGER_KEY, TRIES, busy, decoded, put_ledger, stored_ledger
 from bcp.runs.names import in_order, step_name, step_of
@@ -364,6 +365,18 @@ class Folder:
             return None if stored is None else Ledger.from_bytes(stored, f"{self._url}/{LEDGER_KEY}")
         log.warning("the ledger of a run cannot be read; marks are unknown", run=self._url)
         return None
+
+    async def roles(self) -> Sequence[str]:
+        """Return the names of the roles of a run that lies here, each in a folder of its own; none for other runs.
+
+        Raises:
+            CorruptError: the file that names them cannot be read.
+            FormatVersionError: a newer bcp has written it.
+            StorageError: storage failed.
+
+        """
+        launch, _ = await stored_launch(self._backend, self._url)
+        return () if launch is None else launch.roles
 
     async def has_ledger(self) -> bool:
         """Ask storage whether there is a ledger, whatever its contents.

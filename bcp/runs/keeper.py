@@ -26,7 +26,7 @@ from bcp.runs.candidates import UNCOMMITTED, Candidate, Goal, candidates
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
 from bcp.runs.resuming import Candidates, Choice, Resumed
-from bcp.runs.roles import Roles
+from bcp.runs.roles import Roles, has_roles
 
 __all__ = ["End", "Keeper"]
 
@@ -139,6 +139,8 @@ class Keeper:
             raise NotACheckpointError(f"{self._folder.url} has no checkpoint of step {step}; {there}")
         if self._roles is not None:
             await self._roles.refuse(goal, self._folder)
+        elif names := await self._folder.roles():
+            raise InputError(has_roles(self._folder.url, names))
         ledger = await self._folder.take(run_id)
         self._clock = RunClock()
         self._clock.complain_of_future(max((entry.committed for entry in ledger.entries), default=0.0))

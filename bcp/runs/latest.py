@@ -16,7 +16,7 @@ from bcp.runs.candidates import Goal, Trust, candidates
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
 from bcp.runs.ledger_file import TRIES
-from bcp.runs.roles import Role, launch_at, roles_at
+from bcp.runs.roles import Role, has_roles, launch_at, roles_at
 from bcp.runs.words import lost_metadata
 from bcp.runtime import bridge as _bridge
 
@@ -49,7 +49,7 @@ def latest(
         storage_options: for the file system of a URL, as in :class:`~bcp.SaveOptions`.
 
     Raises:
-        InputError: the URL or ``trust`` cannot be used, or the run has no such role.
+        InputError: the URL or ``trust`` cannot be used, the run has no such role, or it has roles and none is passed.
         FormatVersionError: a newer bcp has written the run's ledger.
         StorageError: storage failed, or none of the checkpoints can be read.
         CorruptError: the run's ledger has checkpoints to try, and the metadata of all of them are gone.
@@ -95,6 +95,8 @@ async def alatest(
                     raise
             else:
                 break
+        if name is None and (names := await folder.roles()):
+            raise InputError(has_roles(folder.url, names))
     finally:
         await folder.aclose()
     return None if name is None else f"{place}/{name}"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from bcp.backends.place import ROLE
+from bcp.backends.small import get_small
 from bcp.errors import CorruptError, FormatVersionError
-from bcp.runs.ledger import LARGEST_STEP
+from bcp.protocols import Backend, Version
+from bcp.runs.ledger import LARGEST_STEP, MOST_BYTES
+from bcp.runs.ledger_file import TRIES
 
-__all__ = ["LAUNCHES_KEY", "Launch"]
+__all__ = ["LAUNCHES_KEY", "Launch", "stored_launch"]
 
 LAUNCHES_KEY = "roles.json"
 VERSION = 1
@@ -115,3 +119,22 @@ class Launch:
                 f"{where} has fields that are no names and no steps. Restore it, or delete it, so that the next launch "
                 "makes a new one"
             )
+
+
+async def stored_launch(backend: Backend, url: str) -> tuple[Launch | None, Version | None]:
+    """Return the last launch, with a version that is not newer than it; None for none.
+
+    Raises:
+        CorruptError: the file cannot be read.
+        FormatVersionError: a newer bcp has written it.
+        StorageError: storage failed.
+
+    """
+    for _ in range(TRIES):
+        version = await backend.version(LAUNCHES_KEY)
+        if version is None:
+            return None, None
+        with suppress(FileNotFoundError):  # deleted since
+            data = await get_small(backend, LAUNCHES_KEY, MOST_BYTES)
+            return Launch.from_bytes(bytes(data), f"{url}/{LAUNCHES_KEY}"), version
+    return None, None

@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bcp.backends import resolve, shown
 from bcp.backends.place import RESERVED, ROLE
-from bcp.backends.small import get_small
 from bcp.errors import CorruptError, InputError, RunTakenError, StorageError
 from bcp.policies.keep import Entry
-from bcp.protocols import Backend, RetryPolicy, Version
+from bcp.protocols import Backend, RetryPolicy, folders_of
 from bcp.runs.candidates import Candidate, Goal
 from bcp.runs.folder import Folder
-from bcp.runs.launches import LAUNCHES_KEY, Launch
-from bcp.runs.ledger import MOST_BYTES, Ledger
+from bcp.runs.launches import LAUNCHES_KEY, Launch, stored_launch
+from bcp.runs.ledger import Ledger
 from bcp.runs.ledger_file import TRIES
 from bcp.runs.names import step_of
 
-__all__ = ["LAUNCH", "Role", "Roles", "Whole", "launch_at", "roles_at"]
+__all__ = ["LAUNCH", "Role", "Roles", "Whole", "has_roles", "launch_at", "roles_at"]
 
 LAUNCH = "bcp.launch"
 """Name of the launch in the metadata of a checkpoint."""
@@ -148,11 +146,15 @@ class Roles:
 
     async def refuse(self, goal: Goal, own: Folder) -> None:
         """Raise an error of :meth:`agreed` that needs no look at checkpoints, before the role's folder is taken."""
-        stored, _ = await _stored(self._backend, self._url)
+        stored, _ = await stored_launch(self._backend, self._url)
         if stored is not None:
             self._check(stored, goal)
             if not goal.fresh:
                 await self._check_losses(stored, own)
+        elif any(step_of(name) is not None for name in await folders_of(self._backend)):
+            raise InputError(
+                f"{self._url} has checkpoints of a run without roles: use another folder for a run of several roles"
+            )
 
     async def agreed(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> list[Candidate]:
         """Keep the step that this launch goes on from, and give each other candidate a reason.
@@ -225,7 +227,7 @@ class Roles:
 
     async def check(self) -> None:
         """Raise RunTakenError if another launch has begun since; StorageError if that cannot be read."""
-        launch, _ = await _stored(self._backend, self._url)
+        launch, _ = await stored_launch(self._backend, self._url)
         if launch is not None and launch.id != self.launch:
             raise self._taken(launch)
 
@@ -300,7 +302,7 @@ class Roles:
         """Take part in the launch; begin it if this role is the first. Return the candidates that were weighed, too."""
         weighed: Weighed | None = None
         for _ in range(TRIES):
-            stored, version = await _stored(self._backend, self._url)
+            stored, version = await stored_launch(self._backend, self._url)
             if stored is not None:
                 self._check(stored, goal)
             if stored is not None and stored.id == self.launch:
@@ -442,6 +444,11 @@ def roles_at(
     return Roles(role, shown(url), resolve(url, storage_options, retries), open_folder)
 
 
+def has_roles(url: str, names: Sequence[str]) -> str:
+    """Return the error of a caller without a role."""
+    return f"{url} has a run of the roles {', '.join(names)}: pass role=, or use another folder"
+
+
 async def launch_at(backend: Backend, url: str) -> Launch | None:
     """Return the last launch of a run of several roles; None if there was none.
 
@@ -451,19 +458,7 @@ async def launch_at(backend: Backend, url: str) -> Launch | None:
         StorageError: storage failed.
 
     """
-    return (await _stored(backend, url))[0]
-
-
-async def _stored(backend: Backend, url: str) -> tuple[Launch | None, Version | None]:
-    """Return the last launch, with a version that is not newer than it."""
-    for _ in range(TRIES):
-        version = await backend.version(LAUNCHES_KEY)
-        if version is None:
-            return None, None
-        with suppress(FileNotFoundError):  # deleted since
-            data = await get_small(backend, LAUNCHES_KEY, MOST_BYTES)
-            return Launch.from_bytes(bytes(data), f"{url}/{LAUNCHES_KEY}"), version
-    return None, None
+    return (await stored_launch(backend, url))[0]
 
 
 async def _with_launch(folder: Folder, entry: Entry) -> Entry:

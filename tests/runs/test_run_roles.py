@@ -294,7 +294,6 @@ def test_a_lost_folder_is_no_new_run(tmp_path: Path) -> None:
         with pytest.raises(bcp.CorruptError, match=r"critic has resumed in launch .*, and .*/critic has no ledger now"):
             world.run.resume()
         world.run.close()
-    shutil.rmtree(tmp_path / "critic")
     (tmp_path / "away").rename(tmp_path / "critic")
     assert resumed(tmp_path)[0][1] == 2
 
@@ -375,6 +374,25 @@ def test_the_roles_of_a_run_stay(tmp_path: Path) -> None:
     saved(tmp_path, {name: [2] for name in NAMES})
     (world,) = launched(tmp_path, ["actor"], of=("actor", "critic", "reward"))
     with pytest.raises(bcp.InputError, match="has a run of the roles actor, critic"):
+        world.run.resume()
+    world.run.close()
+
+
+def test_one_folder_has_one_kind_of_run(tmp_path: Path) -> None:
+    saved(tmp_path, {name: [2] for name in NAMES})
+    with pytest.raises(bcp.InputError, match="has a run of the roles actor, critic: pass role="):
+        bcp.latest(tmp_path)
+    with (
+        bcp.Run(tmp_path, {"model": {"w": torch.zeros(2)}}) as run,
+        pytest.raises(bcp.InputError, match="has a run of the roles actor, critic: pass role="),
+    ):
+        run.resume()
+    assert not (tmp_path / "run.json").exists()
+    with bcp.Run(tmp_path / "plain", {"model": {"w": torch.zeros(2)}}, save=1) as run:
+        run.resume()
+        run.maybe_save(1)
+    (world,) = launched(tmp_path / "plain", ["actor"])
+    with pytest.raises(bcp.InputError, match="has checkpoints of a run without roles"):
         world.run.resume()
     world.run.close()
 
