@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +76,8 @@ class Role:
                     f"Role: {name!r} cannot name the folder of a role: use letters, digits, '-' and '_', and none of "
                     f"{', '.join(RESERVED)} or step-1000"
                 )
+            if len(name) > _MOST_ID:
+                raise InputError(f"Role: {name!r} has {len(name)} characters, and {_MOST_ID} are the most")
         object.__setattr__(self, "of", tuple(sorted(self.of)))
         if self.name not in self.of or len(set(self.of)) < len(self.of):
             raise InputError(f"Role({self.name!r}, of={list(self.of)}): name each role once, this one among them")
@@ -215,7 +218,7 @@ class Roles:
         for step, entry in mine.items():
             twins = [theirs[step] for theirs in others if step in theirs]
             pinned |= {step} if any(each.pinned for each in (*twins, entry)) else set()
-            if len(twins) < len(others) or {twin.launch for twin in twins} != {entry.launch} or not entry.launch:
+            if len(twins) < len(others) or any(each.launch != entry.launch for each in twins) or not entry.launch:
                 continue
             metrics = {name: value for each in (*twins, entry) for name, value in each.metrics.items()}
             whole.append(replace(entry, metrics=metrics, pinned=step in pinned))
@@ -466,7 +469,7 @@ async def _with_launch(folder: Folder, entry: Entry) -> Entry:
     if entry.launch is not None:
         return entry
     for name in folder.names_of(entry.step):
-        if await folder.commit_of(name):
+        with suppress(FileNotFoundError):  # deleted since
             return replace(entry, launch=await _launch_in(folder, name))
     return replace(entry, launch="")
 

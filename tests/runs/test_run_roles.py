@@ -203,6 +203,15 @@ def test_retention_sees_whole_steps_only(tmp_path: Path) -> None:
     assert bcp.latest(tmp_path, role="critic") == f"{tmp_path}/critic/step-00000008"
 
 
+def test_retention_of_one_role_alone(tmp_path: Path) -> None:
+    (actor,) = launched(tmp_path, ["actor"], of=["actor"], keep=1)
+    with actor.run as run:
+        run.resume()
+        for step in (2, 4, 6):
+            actor.save(step)
+    assert steps_of(tmp_path, "actor") == {6}
+
+
 def test_pins_and_metrics_of_one_role_hold_for_all(tmp_path: Path) -> None:
     keep = AnyKept(1, Best("loss"))
     actor, critic = launched(tmp_path, keep=keep)
@@ -406,6 +415,7 @@ def test_one_folder_has_one_kind_of_run(tmp_path: Path) -> None:
         ("../actor", ["../actor"], "1", "cannot name the folder"),
         ("step-10", ["step-10"], "1", "cannot name the folder"),
         ("model", ["model"], "1", "cannot name the folder"),
+        ("a" * 129, ["a" * 129], "1", "128 are the most"),
         ("actor", ["actor"], "", "no id of a launch"),
         ("actor", ["actor"], 7, "no id of a launch"),
         ("actor", ["actor"], "x" * 129, "no id of a launch"),
