@@ -93,7 +93,7 @@ class Whole:
     """The checkpoints of a role, as the other roles complete them.
 
     Attributes:
-        entries: of the whole steps. Pins and metrics of all roles are in them.
+        entries: of the whole steps. Pins, metrics and marks "verified" of all roles are in them.
         doubted: steps among them that another role calls suspect.
         broken: of the other steps, those that will never be whole. Steps that are pinned in any role, or verified in
             this one, are left out.
@@ -221,7 +221,9 @@ class Roles:
             if len(twins) < len(others) or any(each.launch != entry.launch for each in twins) or not entry.launch:
                 continue
             metrics = {name: value for each in (*twins, entry) for name, value in each.metrics.items()}
-            whole.append(replace(entry, metrics=metrics, pinned=step in pinned))
+            is_verified = entry.trust != "suspect" and any(each.trust == "verified" for each in twins)
+            trust = "verified" if is_verified else entry.trust
+            whole.append(replace(entry, metrics=metrics, pinned=step in pinned, trust=trust))
             doubted |= {step} if any(twin.trust == "suspect" for twin in twins) else set()
         sound = [entry.step for entry in whole if entry.trust != "suspect" and entry.step not in doubted]
         left = [mine[step] for step in steps - {entry.step for entry in whole} if step < max(sound, default=0)]

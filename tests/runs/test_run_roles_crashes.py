@@ -482,3 +482,19 @@ def test_two_roles_that_join_at_the_same_moment(store: str) -> None:
     assert weights[0][1] == 4
     for world in (*new.values(), *old.values()):
         world.end()
+
+
+def test_a_step_that_one_role_has_verified_stays_in_all(store: str) -> None:
+    """The mark of the critic comes later, when newer steps are whole."""
+    worlds = worlds_of(store)
+    for world in worlds.values():
+        world.resume()
+        world.save(2)
+    worlds["actor"].run.mark(2, "verified")
+    for step in (4, 6):
+        for world in worlds.values():
+            world.save(step)
+    worlds["critic"].run.mark(2, "verified")
+    for world in worlds.values():
+        world.end()
+    assert [weights[1] for weights in resumed(store, trust="verified")] == [2, 2]
