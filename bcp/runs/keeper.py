@@ -129,7 +129,7 @@ class Keeper:
             RunTakenError: the folder belongs to another run.
             NotACheckpointError: there is no checkpoint of the goal's step; the folder was not taken.
             UncommittedError: that checkpoint was never committed, or is partly deleted.
-            InputError: the marks are against that step.
+            InputError: the marks are against that step, or roles meet in the folder and this run has none.
             CorruptError: of several roles, one has lost what the others go on from.
 
         """

@@ -14,9 +14,10 @@ from bcp.backends import resolve, shown
 from bcp.errors import BcpError, CorruptError, InputError, StorageError
 from bcp.runs.candidates import Goal, Trust, candidates
 from bcp.runs.folder import Folder
+from bcp.runs.launches import stored_launch
 from bcp.runs.ledger import Ledger
 from bcp.runs.ledger_file import TRIES
-from bcp.runs.roles import Role, has_roles, launch_at, roles_at
+from bcp.runs.roles import Role, has_roles, roles_at
 from bcp.runs.words import lost_metadata
 from bcp.runtime import bridge as _bridge
 
@@ -123,7 +124,7 @@ def folder_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] |
 async def _latest_whole(place: str, role: str, trust: Trust, storage_options: Mapping[str, Any] | None) -> str | None:
     """Return the path of a role's checkpoint of the newest step that all roles have; None if there is none."""
     async with aclosing(resolve(place, storage_options)) as backend:
-        launch = await launch_at(backend, shown(place))
+        launch, _ = await stored_launch(backend, shown(place))
     if launch is None or role not in launch.roles:
         known = "no roles yet" if launch is None else f"the roles {', '.join(launch.roles)}"
         raise InputError(f"role={role!r}: the run at {shown(place)} has {known}; pass one of its roles, or none")

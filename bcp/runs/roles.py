@@ -27,7 +27,7 @@ from bcp.runs.ledger import Ledger
 from bcp.runs.ledger_file import TRIES
 from bcp.runs.names import step_of
 
-__all__ = ["LAUNCH", "Role", "Roles", "Whole", "has_roles", "launch_at", "roles_at"]
+__all__ = ["LAUNCH", "Role", "Roles", "Whole", "has_roles", "roles_at"]
 
 LAUNCH = "bcp.launch"
 """Name of the launch in the metadata of a checkpoint."""
@@ -452,18 +452,6 @@ def roles_at(
 def has_roles(url: str, names: Sequence[str]) -> str:
     """Return the error of a caller without a role."""
     return f"{url} has a run of the roles {', '.join(names)}: pass role=, or use another folder"
-
-
-async def launch_at(backend: Backend, url: str) -> Launch | None:
-    """Return the last launch of a run of several roles; None if there was none.
-
-    Raises:
-        CorruptError: the file cannot be read.
-        FormatVersionError: a newer bcp has written it.
-        StorageError: storage failed.
-
-    """
-    return (await stored_launch(backend, url))[0]
 
 
 async def _with_launch(folder: Folder, entry: Entry) -> Entry:
