@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from bcp.format.metadata import METADATA_KEY, Commit, decode_commit
 from bcp.policies.keep import Entry
 from bcp.protocols import Backend, Sweeper, Unfinished, Version, folders_of
 from bcp.runs.deletion import delete_checkpoint
+from bcp.runs.launches import stored_launch
 from bcp.runs.ledger import Ledger, Life
 from bcp.runs.ledger_file import FIRST_KEY, LEDGER_KEY, TRIES, busy, decoded, put_ledger, stored_ledger
 from bcp.runs.names import in_order, step_name, step_of
@@ -189,7 +190,9 @@ class Folder:
             leftovers += [step] if is_left else []
         return leftovers
 
-    async def remove(self, step: int, *, spare_pinned: bool = False) -> None:
+    async def remove(
+        self, step: int, *, spare_pinned: bool = False, check: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         """Delete a checkpoint: its entry, then its commit object, then the rest. Of a link only the link goes.
 
         A crash at any point leaves a whole checkpoint, or one that no list calls committed. Then :meth:`leftovers` has
@@ -198,6 +201,7 @@ class Folder:
         Args:
             step: its step.
             spare_pinned: leave the checkpoint if somebody has pinned it meanwhile.
+            check: awaited once the ledger says that the deletion begins. If it raises an error, nothing is deleted.
 
         Raises:
             InputError: the folder was not taken.
@@ -212,6 +216,8 @@ class Folder:
             ledger = await self.change(partial(_leaving, step, version, spare_pinned))
             if ledger.entry(step) is not None:
                 return
+        if check is not None:
+            await check()
         for name, commit in reversed(list(zip(names, commits, strict=True))):  # the ledger has noted the first commit
             await self._delete(name, commit)
         self._removed.add(step)
@@ -359,6 +365,27 @@ class Folder:
             return None if stored is None else Ledger.from_bytes(stored, f"{self._url}/{LEDGER_KEY}")
         log.warning("the ledger of a run cannot be read; marks are unknown", run=self._url)
         return None
+
+    async def roles(self) -> Sequence[str]:
+        """Return the names of the roles of a run that lies here, each in a folder of its own; none for other runs.
+
+        Raises:
+            CorruptError: the file that names them cannot be read.
+            FormatVersionError: a newer bcp has written it.
+            StorageError: storage failed.
+
+        """
+        launch, _ = await stored_launch(self._backend, self._url)
+        return () if launch is None else launch.roles
+
+    async def has_ledger(self) -> bool:
+        """Ask storage whether there is a ledger, whatever its contents.
+
+        Raises:
+            StorageError: storage failed.
+
+        """
+        return await self._backend.version(LEDGER_KEY) is not None
 
     async def amend(self, step: int, change: Callable[[Ledger], Ledger]) -> Ledger:
         """Change the entry of a step in the name of the job that has the folder, which goes on.

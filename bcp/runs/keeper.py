@@ -26,7 +26,7 @@ from bcp.runs.candidates import UNCOMMITTED, Candidate, Goal, candidates
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
 from bcp.runs.resuming import Candidates, Choice, Resumed
-from bcp.runs.roles import Roles
+from bcp.runs.roles import Roles, has_roles
 
 __all__ = ["End", "Keeper"]
 
@@ -129,7 +129,7 @@ class Keeper:
             RunTakenError: the folder belongs to another run.
             NotACheckpointError: there is no checkpoint of the goal's step; the folder was not taken.
             UncommittedError: that checkpoint was never committed, or is partly deleted.
-            InputError: the marks are against that step.
+            InputError: the marks are against that step, or roles meet in the folder and this run has none.
             CorruptError: of several roles, one has lost what the others go on from.
 
         """
@@ -138,7 +138,9 @@ class Keeper:
             there = _steps_there(self._folder)
             raise NotACheckpointError(f"{self._folder.url} has no checkpoint of step {step}; {there}")
         if self._roles is not None:
-            await self._roles.refuse(goal)
+            await self._roles.refuse(goal, self._folder)
+        elif names := await self._folder.roles():
+            raise InputError(has_roles(self._folder.url, names))
         ledger = await self._folder.take(run_id)
         self._clock = RunClock()
         self._clock.complain_of_future(max((entry.committed for entry in ledger.entries), default=0.0))
@@ -253,7 +255,7 @@ class Keeper:
 
         A checkpoint that cannot be deleted now is tried again at the next commit, and keeps no other.
         """
-        leaving = list(steps)
+        leaving, check = list(steps), None if self._roles is None else self._roles.check
         try:
             led_to = await self._folder.led_to(leaving)
         except StorageError as error:
@@ -264,7 +266,7 @@ class Keeper:
                 log.info("step %d is not deleted: the link of another step leads to it", step)
                 continue
             try:
-                await self._folder.remove(step, spare_pinned=True)
+                await self._folder.remove(step, spare_pinned=True, check=check)
             except RunTakenError:
                 raise
             except (StorageError, InputError, CorruptError) as error:
@@ -399,6 +401,8 @@ class Keeper:
             try:
                 await self.change(lambda ledger: ledger.doubted(step, stays=step in self._staying))
             except StorageError as error:  # the save goes on: other ranks have begun it
+                if self._roles is not None:  # else they would take the new checkpoint for the old one
+                    raise
                 log.warning("step %d, which is saved again, is still marked as verified", step, error=repr(error))
 
     async def _unfinished(self) -> Sequence[Unfinished] | None:

@@ -14,9 +14,10 @@ from bcp.backends import resolve, shown
 from bcp.errors import BcpError, CorruptError, InputError, StorageError
 from bcp.runs.candidates import Goal, Trust, candidates
 from bcp.runs.folder import Folder
+from bcp.runs.launches import stored_launch
 from bcp.runs.ledger import Ledger
 from bcp.runs.ledger_file import TRIES
-from bcp.runs.roles import Role, launch_at, roles_at
+from bcp.runs.roles import Role, has_roles, roles_at
 from bcp.runs.words import lost_metadata
 from bcp.runtime import bridge as _bridge
 
@@ -49,7 +50,7 @@ def latest(
         storage_options: for the file system of a URL, as in :class:`~bcp.SaveOptions`.
 
     Raises:
-        InputError: the URL or ``trust`` cannot be used, or the run has no such role.
+        InputError: the URL or ``trust`` cannot be used, the run has no such role, or it has roles and none is passed.
         FormatVersionError: a newer bcp has written the run's ledger.
         StorageError: storage failed, or none of the checkpoints can be read.
         CorruptError: the run's ledger has checkpoints to try, and the metadata of all of them are gone.
@@ -95,6 +96,8 @@ async def alatest(
                     raise
             else:
                 break
+        if name is None and (names := await folder.roles()):
+            raise InputError(has_roles(folder.url, names))
     finally:
         await folder.aclose()
     return None if name is None else f"{place}/{name}"
@@ -121,7 +124,7 @@ def folder_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] |
 async def _latest_whole(place: str, role: str, trust: Trust, storage_options: Mapping[str, Any] | None) -> str | None:
     """Return the path of a role's checkpoint of the newest step that all roles have; None if there is none."""
     async with aclosing(resolve(place, storage_options)) as backend:
-        launch = await launch_at(backend, shown(place))
+        launch, _ = await stored_launch(backend, shown(place))
     if launch is None or role not in launch.roles:
         known = "no roles yet" if launch is None else f"the roles {', '.join(launch.roles)}"
         raise InputError(f"role={role!r}: the run at {shown(place)} has {known}; pass one of its roles, or none")
@@ -132,8 +135,8 @@ async def _latest_whole(place: str, role: str, trust: Trust, storage_options: Ma
         ledger = await folder.peek()
         await folder.steps()
         listing = [candidate async for candidate in candidates(folder, ledger, trust)]
-        weighed, index = await roles.weighed(Goal(trust), folder, listing)
-    return f"{below}/{weighed[index].name}" if index < len(weighed) else None
+        chosen = (await roles.weighed(Goal(trust), folder, listing)).chosen
+    return None if chosen is None else f"{below}/{chosen.name}"
 
 
 async def _first(folder: Folder, ledger: Ledger | None, trust: Trust) -> str | None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from bcp.backends.place import ROLE
+from bcp.backends.small import get_small
 from bcp.errors import CorruptError, FormatVersionError
-from bcp.runs.ledger import LARGEST_STEP
+from bcp.protocols import Backend, Version
+from bcp.runs.ledger import LARGEST_STEP, MOST_BYTES
+from bcp.runs.ledger_file import TRIES
 
-__all__ = ["LAUNCHES_KEY", "Launch"]
+__all__ = ["LAUNCHES_KEY", "Launch", "stored_launch"]
 
 LAUNCHES_KEY = "roles.json"
 VERSION = 1
@@ -29,7 +33,7 @@ class Launch:
         id: of the launch.
         goal: what the roles asked for, as words.
         step: where all roles go on; 0 for a new run.
-        source: id of the launch that has saved this step.
+        saved: launch in which the checkpoints of that step were saved; "" for none.
         joined: a token of the process that has resumed, for each role that has.
         newest: the step of the newest checkpoint that a launch has gone on from; 0 for none.
         earlier: ids of earlier launches, the newest last.
@@ -45,7 +49,7 @@ class Launch:
     id: str
     goal: str = ""
     step: int = 0
-    source: str = ""
+    saved: str = ""
     joined: Mapping[str, str] = field(default_factory=dict)
     newest: int = 0
     earlier: Sequence[str] = ()
@@ -91,7 +95,7 @@ class Launch:
                 id=fields["id"],
                 goal=fields["goal"],
                 step=fields["step"],
-                source=fields["source"],
+                saved=fields["saved"],
                 joined=dict(fields["joined"]),
                 newest=fields["newest"],
                 earlier=tuple(fields["earlier"]),
@@ -106,7 +110,7 @@ class Launch:
 
     def _check(self, where: str) -> None:
         """Raise CorruptError for fields of other types or sizes."""
-        texts = [*self.roles, self.id, self.goal, self.source, *self.joined, *self.joined.values(), *self.earlier]
+        texts = [*self.roles, self.id, self.goal, self.saved, *self.joined, *self.joined.values(), *self.earlier]
         steps = (self.step, self.newest)
         are_texts = all(isinstance(text, str) and len(text) <= _MOST_TEXT for text in texts)
         are_texts = are_texts and all(map(ROLE.fullmatch, (*self.roles, *self.joined)))  # names of folders
@@ -115,3 +119,22 @@ class Launch:
                 f"{where} has fields that are no names and no steps. Restore it, or delete it, so that the next launch "
                 "makes a new one"
             )
+
+
+async def stored_launch(backend: Backend, url: str) -> tuple[Launch | None, Version | None]:
+    """Return the last launch, with a version that is not newer than it; None for none.
+
+    Raises:
+        CorruptError: the file cannot be read.
+        FormatVersionError: a newer bcp has written it.
+        StorageError: storage failed.
+
+    """
+    for _ in range(TRIES):
+        version = await backend.version(LAUNCHES_KEY)
+        if version is None:
+            return None, None
+        with suppress(FileNotFoundError):  # deleted since
+            data = await get_small(backend, LAUNCHES_KEY, MOST_BYTES)
+            return Launch.from_bytes(bytes(data), f"{url}/{LAUNCHES_KEY}"), version
+    return None, None

@@ -17,21 +17,23 @@ from typing import Any
 
 from bcp.backends import resolve, shown
 from bcp.backends.place import RESERVED, ROLE
-from bcp.backends.small import get_small
 from bcp.errors import CorruptError, InputError, RunTakenError, StorageError
 from bcp.policies.keep import Entry
-from bcp.protocols import Backend, RetryPolicy, Version
+from bcp.protocols import Backend, RetryPolicy, folders_of
 from bcp.runs.candidates import Candidate, Goal
 from bcp.runs.folder import Folder
-from bcp.runs.launches import LAUNCHES_KEY, Launch
-from bcp.runs.ledger import MOST_BYTES, Ledger
+from bcp.runs.launches import LAUNCHES_KEY, Launch, stored_launch
+from bcp.runs.ledger import Ledger
 from bcp.runs.ledger_file import TRIES
 from bcp.runs.names import step_of
 
-__all__ = ["LAUNCH", "Role", "Roles", "Whole", "launch_at", "roles_at"]
+__all__ = ["LAUNCH", "Role", "Roles", "Whole", "has_roles", "roles_at"]
 
 LAUNCH = "bcp.launch"
 """Name of the launch in the metadata of a checkpoint."""
+
+WITHOUT_ROLES = "saved without roles"
+"""Of a checkpoint: whether those of other roles belong to it, only the caller can know."""
 
 _MOST_ID = 128
 
@@ -74,6 +76,8 @@ class Role:
                     f"Role: {name!r} cannot name the folder of a role: use letters, digits, '-' and '_', and none of "
                     f"{', '.join(RESERVED)} or step-1000"
                 )
+            if len(name) > _MOST_ID:
+                raise InputError(f"Role: {name!r} has {len(name)} characters, and {_MOST_ID} are the most")
         object.__setattr__(self, "of", tuple(sorted(self.of)))
         if self.name not in self.of or len(set(self.of)) < len(self.of):
             raise InputError(f"Role({self.name!r}, of={list(self.of)}): name each role once, this one among them")
@@ -89,14 +93,37 @@ class Whole:
     """The checkpoints of a role, as the other roles complete them.
 
     Attributes:
-        entries: of the whole steps. Pins and metrics of all roles are in them.
+        entries: of the whole steps. Pins, metrics and marks "verified" of all roles are in them.
         doubted: steps among them that another role calls suspect.
-        broken: of the other steps, those that will never be whole, but not those that are pinned or verified.
+        broken: of the other steps, those that will never be whole. Steps that are pinned in any role, or verified in
+            this one, are left out.
     """
 
     entries: Sequence[Entry]
     doubted: Collection[int]
     broken: Collection[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """The candidates of a role, as the other roles complete them.
+
+    Attributes:
+        listing: the candidates, with reasons against those that are newer than the chosen one.
+        chosen: the newest one of a whole step; None if no step is whole.
+        launch: in which all roles have saved it.
+        is_damaged: metadata of a newer checkpoint are lost or damaged, in any role.
+    """
+
+    listing: Sequence[Candidate]
+    chosen: Candidate | None = None
+    launch: str = ""
+    is_damaged: bool = False
+
+    @property
+    def step(self) -> int:
+        """The step of the chosen one; 0 for none."""
+        return 0 if self.chosen is None else self.chosen.step
 
 
 class Roles:
@@ -120,11 +147,17 @@ class Roles:
         """The id of the launch, for the checkpoints that are saved in it."""
         return self._role.launch
 
-    async def refuse(self, goal: Goal) -> None:
+    async def refuse(self, goal: Goal, own: Folder) -> None:
         """Raise an error of :meth:`agreed` that needs no look at checkpoints, before the role's folder is taken."""
-        stored, _ = await _stored(self._backend, self._url)
+        stored, _ = await stored_launch(self._backend, self._url)
         if stored is not None:
             self._check(stored, goal)
+            if not goal.fresh:
+                await self._check_losses(stored, own)
+        elif any(step_of(name) is not None for name in await folders_of(self._backend)):
+            raise InputError(
+                f"{self._url} has checkpoints of a run without roles: use another folder for a run of several roles"
+            )
 
     async def agreed(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> list[Candidate]:
         """Keep the step that this launch goes on from, and give each other candidate a reason.
@@ -144,21 +177,30 @@ class Roles:
 
         """
         launch, weighed = await self._join(goal, own, listing)
-        there = [each for each in listing if each.step == launch.step and not each.reason]
-        chosen = {each.name for each in there if await _launch_in(own, each.name) == launch.source}
-        if launch.step and not chosen:
-            why = "; ".join(each.reason for each in listing if each.step == launch.step)
-            why = why or (f"it is not of launch {launch.source!r}" if there else "it is not there")
+        listing = [await self._of_launch(launch, candidate, own) for candidate in listing]
+        if launch.step not in {0, *(candidate.step for candidate in listing if not candidate.reason)}:
+            why = "; ".join(each.reason for each in listing if each.step == launch.step) or "it is not there"
             raise CorruptError(
                 f"launch {launch.id!r} goes on from step {launch.step}, and {self._role.name} cannot load it: {why}. "
                 "Restart all roles with another launch=; they go on from an older step"
             )
-        decided = f"launch {launch.id!r} goes on from {f'step {launch.step}' if launch.step else 'the beginning'}"
-        known = {each.name: each.reason for each in weighed}
+        chosen = f"launch {launch.id!r} goes on from {f'step {launch.step}' if launch.step else 'the beginning'}"
+        known = {(each.step, each.name): each.reason for each in weighed.listing}
         return [
-            each if each.reason or each.name in chosen else replace(each, reason=known[each.name] or decided)
-            for each in listing
+            candidate
+            if candidate.step == launch.step or candidate.reason
+            else replace(candidate, reason=known[candidate.step, candidate.name] or chosen)
+            for candidate in listing
         ]
+
+    async def _of_launch(self, launch: Launch, candidate: Candidate, own: Folder) -> Candidate:
+        """Give a folder of the step a reason if it is not the checkpoint that the first role has seen."""
+        if candidate.step != launch.step or candidate.reason:
+            return candidate
+        saved, reason = await _launch_or_reason(own, candidate.name)
+        if not reason and saved != launch.saved:
+            reason = f"it was saved in launch {saved!r}, and the other roles have it from launch {launch.saved!r}"
+        return replace(candidate, reason=reason)
 
     async def whole(self, entries: Sequence[Entry], own: Folder) -> Whole:
         """Say which checkpoints of this role are whole, by the ledgers of all roles.
@@ -172,21 +214,25 @@ class Roles:
         others = [await self._entries(name, steps) for name in self._others]
         whole: list[Entry] = []
         doubted: set[int] = set()
+        pinned: set[int] = set()
         for step, entry in mine.items():
             twins = [theirs[step] for theirs in others if step in theirs]
-            if len(twins) < len(others) or {twin.launch for twin in twins} != {entry.launch}:
+            pinned |= {step} if any(each.pinned for each in (*twins, entry)) else set()
+            if len(twins) < len(others) or any(each.launch != entry.launch for each in twins) or not entry.launch:
                 continue
             metrics = {name: value for each in (*twins, entry) for name, value in each.metrics.items()}
-            whole.append(replace(entry, metrics=metrics, pinned=any(each.pinned for each in (*twins, entry))))
+            is_verified = entry.trust != "suspect" and any(each.trust == "verified" for each in twins)
+            trust = "verified" if is_verified else entry.trust
+            whole.append(replace(entry, metrics=metrics, pinned=step in pinned, trust=trust))
             doubted |= {step} if any(twin.trust == "suspect" for twin in twins) else set()
         sound = [entry.step for entry in whole if entry.trust != "suspect" and entry.step not in doubted]
         left = [mine[step] for step in steps - {entry.step for entry in whole} if step < max(sound, default=0)]
-        broken = {entry.step for entry in left if not entry.pinned and entry.trust != "verified"}
+        broken = {entry.step for entry in left if entry.step not in pinned and entry.trust != "verified"}
         return Whole(whole, doubted, broken)
 
     async def check(self) -> None:
         """Raise RunTakenError if another launch has begun since; StorageError if that cannot be read."""
-        launch, _ = await _stored(self._backend, self._url)
+        launch, _ = await stored_launch(self._backend, self._url)
         if launch is not None and launch.id != self.launch:
             raise self._taken(launch)
 
@@ -200,10 +246,8 @@ class Roles:
 
     # -- resumption ---------------------------------------------------------------------------
 
-    async def weighed(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[list[Candidate], int]:
-        """Look for the newest whole step; return the candidates with reasons against newer ones, and its place.
-
-        The place is the number of candidates if no step is whole.
+    async def weighed(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> Weighed:
+        """Look for the newest whole step.
 
         Raises:
             BcpError: a ledger, or the metadata of a checkpoint, cannot be read.
@@ -214,91 +258,117 @@ class Roles:
             ledgers = {name: await folder.peek() for name, folder in folders.items()}
             for folder in folders.values():
                 await folder.steps()
-            weighed = list(listing)
+            weighed, is_damaged = list(listing), False
             for place, candidate in enumerate(listing):
                 if candidate.reason:
                     continue
-                launch = await _launch_in(own, candidate.name)
-                reasons = [
-                    await self._against(candidate.step, launch, goal, name, folder, ledgers[name])
-                    for name, folder in folders.items()
-                ]
-                reason = "; ".join(filter(None, reasons))
-                if not reason:
-                    return weighed, place
-                weighed[place] = replace(candidate, reason=reason)
-            return weighed, len(listing)
+                launch, reason = await _launch_or_reason(own, candidate.name)
+                reasons, damages = [reason], [bool(reason)]
+                if not launch and not reason and goal.step is None:
+                    reasons = [WITHOUT_ROLES]
+                elif not reason:
+                    looks = [(name, folder, ledgers[name]) for name, folder in folders.items()]
+                    answers = [await self._against(candidate.step, launch, goal, *look) for look in looks]
+                    reasons, damages = [each for each, _ in answers], [damaged for _, damaged in answers]
+                if not any(reasons):
+                    return Weighed(weighed, candidate, launch, is_damaged)
+                is_damaged = is_damaged or any(damages)
+                weighed[place] = replace(candidate, reason="; ".join(filter(None, reasons)))
+            return Weighed(weighed, is_damaged=is_damaged)
         finally:
             for folder in folders.values():
                 await folder.aclose()
 
     async def _against(
         self, step: int, launch: str, goal: Goal, name: str, folder: Folder, ledger: Ledger | None
-    ) -> str:
-        """Return why a checkpoint of another role does not complete a step; "" if it does."""
-        there = [
-            each for each in folder.names_of(step) if step in folder.listed.folders and await folder.commit_of(each)
-        ]
-        if not there:
-            return f"{name} has no committed checkpoint of it"
-        theirs = [await _launch_in(folder, each) for each in there]
-        if launch not in theirs:
-            return f"{name} has saved it in launch {theirs[0]!r}, and {self._role.name} in launch {launch!r}"
+    ) -> tuple[str, bool]:
+        """Return why a checkpoint of another role does not complete a step, and if it is damaged; "" if it does."""
         entry = None if ledger is None else ledger.entry(step)
-        trust = "unknown" if entry is None else entry.trust
+        names = folder.names_of(step) if step in folder.listed.folders else ()
+        there = [each for each in names if await folder.commit_of(each)]
+        if not there:
+            return f"{name} has no committed checkpoint of it", entry is not None
+        found = [await _launch_or_reason(folder, each) for each in there]
+        if not any(theirs == launch and not reason for theirs, reason in found):
+            theirs, reason = found[0]
+            mine = f"{self._role.name} in launch {launch!r}"
+            why = f"{name}: {reason}" if reason else f"{name} has saved it in launch {theirs!r}, and {mine}"
+            return why, any(reason for _, reason in found)
+        trust, why = "unknown" if entry is None else entry.trust, ""
         if goal.step is None and trust == "suspect":
-            return f"{name} has marked it as suspect"
-        return f"{name} has not verified it" if goal.trust == "verified" and trust != "verified" else ""
+            why = f"{name} has marked it as suspect"
+        elif goal.step is None and _is_leaving(ledger, step):
+            why = f"{name} has begun to delete it"
+        elif goal.trust == "verified" and trust != "verified":
+            why = f"{name} has not verified it"
+        return why, False
 
-    async def _join(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[Launch, Sequence[Candidate]]:
+    async def _join(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> tuple[Launch, Weighed]:
         """Take part in the launch; begin it if this role is the first. Return the candidates that were weighed, too."""
-        weighed, place = listing, -1
+        weighed: Weighed | None = None
         for _ in range(TRIES):
-            stored, version = await _stored(self._backend, self._url)
+            stored, version = await stored_launch(self._backend, self._url)
             if stored is not None:
                 self._check(stored, goal)
             if stored is not None and stored.id == self.launch:
                 launch = stored
             else:
-                if place < 0:
-                    weighed, place = await self.weighed(goal, own, listing)
-                    if place == len(weighed):
-                        await self._check_none(stored, goal, own, weighed)
-                launch = Launch(roles=self._role.of, id=self.launch, goal=str(goal))
-                if place < len(weighed):
-                    step, source = weighed[place].step, await _launch_in(own, weighed[place].name)
-                    launch = replace(launch, step=step, source=source, newest=step)
-                launch = launch if stored is None else stored.followed(launch)
+                weighed = weighed or await self._newest(goal, own, listing)
+                launch = self._begun(stored, goal, weighed)
             launch = launch.with_role(self._role.name, self._token)
             if launch == stored or await self._backend.put_if(LAUNCHES_KEY, launch.to_bytes(), version) is not None:
-                return launch, weighed
+                if launch.step and weighed is not None and goal.step is None:
+                    await self._check_stays(launch)
+                return launch, weighed or Weighed(listing)
         raise StorageError(
             f"{self._url}: {LAUNCHES_KEY} was changed by others in each of {TRIES} attempts; let one job at a time use "
             "the folder of a run"
         )
 
-    async def _check_none(self, stored: Launch | None, goal: Goal, own: Folder, weighed: Sequence[Candidate]) -> None:
-        """Raise an error where no step is whole, and the run must not begin anew by itself."""
-        reasons = "; ".join(f"step {each.step}: {each.reason}" for each in weighed if each.reason)
-        if goal.step is not None:
-            raise InputError(f"the run cannot be resumed: {reasons}. Pass another step, or none")
-        if stored is None or goal != Goal():
-            return
-        lost = [] if own.ledger is None or own.ledger.total_lives > 1 else [self._role.name]
+    async def _check_stays(self, launch: Launch) -> None:
+        """Raise CorruptError if a job of the launch before deletes the step meanwhile, or has.
+
+        Such a job notes the deletion, then looks for another launch, then deletes.
+        """
         for name in self._others:
             folder = self._open(name)
-            lost += [] if await folder.peek() else [name]
-            await folder.aclose()
-        for name in set(lost).intersection(stored.joined):
+            try:
+                await folder.steps()
+                if _is_leaving(await folder.peek(), launch.step) or not await folder.committed(launch.step):
+                    raise CorruptError(
+                        f"launch {launch.id!r} goes on from step {launch.step}, and {name} of the launch before has "
+                        "begun to delete it: restart all roles with another launch="
+                    )
+            finally:
+                await folder.aclose()
+
+    async def _newest(self, goal: Goal, own: Folder, listing: Sequence[Candidate]) -> Weighed:
+        """Look for the newest whole step. Raises InputError if the step of the goal is not whole."""
+        weighed = await self.weighed(goal, own, listing)
+        if weighed.chosen is None and goal.step is not None:
+            reasons = "; ".join(candidate.reason for candidate in weighed.listing if candidate.step == goal.step)
+            raise InputError(f"the run cannot be resumed from step {goal.step}: {reasons}. Pass another step, or none")
+        return weighed
+
+    async def _check_losses(self, stored: Launch, own: Folder) -> None:
+        """Raise CorruptError if a role that has resumed in the last launch has an empty folder now.
+
+        A folder without a ledger that has checkpoints gets a new ledger.
+        """
+        folders = {self._role.name: own, **{name: self._open(name) for name in self._others}}
+        try:
+            lost = [
+                name
+                for name, folder in folders.items()
+                if name in stored.joined and not await folder.has_ledger() and not await folder.steps()
+            ]
+        finally:
+            for name in self._others:
+                await folders[name].aclose()
+        for name in lost:
             raise CorruptError(
                 f"{name} has resumed in launch {stored.id!r}, and {self._url}/{name} has no ledger now: bring the "
                 "folder back, or pass fresh=True to resume() in all roles"
-            )
-        if stored.newest:
-            raise CorruptError(
-                f"no step of the run at {self._url} is whole any more, and launch {stored.id!r} has gone on from step "
-                f"{stored.newest}: restore the checkpoints, or pass fresh=True to resume() in all roles. "
-                f"{reasons or 'There is no checkpoint'}"
             )
 
     def _check(self, stored: Launch, goal: Goal) -> None:
@@ -321,6 +391,33 @@ class Roles:
             raise InputError(
                 f"{self._role.name} calls resume({goal}), and launch {stored.id!r} has begun with "
                 f"resume({stored.goal}): pass the same arguments in all roles"
+            )
+
+    def _begun(self, stored: Launch | None, goal: Goal, weighed: Weighed) -> Launch:
+        """Begin a launch. It begins anew only where no checkpoint was whole before, or if asked to."""
+        step = weighed.step
+        begun = Launch(
+            roles=self._role.of, id=self.launch, goal=str(goal), step=step, saved=weighed.launch, newest=step
+        )
+        if not step and goal == Goal():
+            self._check_anew(stored, weighed)
+        return begun if stored is None else stored.followed(begun)
+
+    def _check_anew(self, stored: Launch | None, weighed: Weighed) -> None:
+        """Raise an error before a run begins anew though there may be work of all roles."""
+        alone = [each.step for each in weighed.listing if each.reason == WITHOUT_ROLES]
+        if stored is None and alone:
+            raise InputError(
+                f"{self._url}/{self._role.name} has checkpoints that were saved without roles, and no step of all "
+                f"roles: pass resume(step={alone[0]}) in all roles if theirs of this step belong together, or "
+                "fresh=True to begin anew"
+            )
+        if weighed.is_damaged or (stored is not None and stored.newest):
+            reasons = "; ".join(f"step {each.step}: {each.reason}" for each in weighed.listing if each.reason)
+            raise CorruptError(
+                f"no step of the run at {self._url} is whole any more, and the run does not begin anew by itself: "
+                "restore the checkpoints, or pass fresh=True to resume() in all roles. "
+                f"{reasons or 'There is no checkpoint'}"
             )
 
     def _taken(self, stored: Launch) -> RunTakenError:
@@ -352,28 +449,9 @@ def roles_at(
     return Roles(role, shown(url), resolve(url, storage_options, retries), open_folder)
 
 
-async def launch_at(backend: Backend, url: str) -> Launch | None:
-    """Return the last launch of a run of several roles; None if there was none.
-
-    Raises:
-        CorruptError: the file cannot be read.
-        FormatVersionError: a newer bcp has written it.
-        StorageError: storage failed.
-
-    """
-    return (await _stored(backend, url))[0]
-
-
-async def _stored(backend: Backend, url: str) -> tuple[Launch | None, Version | None]:
-    """Return the last launch, with a version that is not newer than it."""
-    for _ in range(TRIES):
-        version = await backend.version(LAUNCHES_KEY)
-        if version is None:
-            return None, None
-        with suppress(FileNotFoundError):  # deleted since
-            data = await get_small(backend, LAUNCHES_KEY, MOST_BYTES)
-            return Launch.from_bytes(bytes(data), f"{url}/{LAUNCHES_KEY}"), version
-    return None, None
+def has_roles(url: str, names: Sequence[str]) -> str:
+    """Return the error of a caller without a role."""
+    return f"{url} has a run of the roles {', '.join(names)}: pass role=, or use another folder"
 
 
 async def _with_launch(folder: Folder, entry: Entry) -> Entry:
@@ -381,7 +459,7 @@ async def _with_launch(folder: Folder, entry: Entry) -> Entry:
     if entry.launch is not None:
         return entry
     for name in folder.names_of(entry.step):
-        if await folder.commit_of(name):
+        with suppress(FileNotFoundError):  # deleted since
             return replace(entry, launch=await _launch_in(folder, name))
     return replace(entry, launch="")
 
@@ -389,3 +467,16 @@ async def _with_launch(folder: Folder, entry: Entry) -> Entry:
 async def _launch_in(folder: Folder, name: str) -> str:
     """Return the launch that a committed checkpoint was saved in; "" if it was saved without roles."""
     return str((await folder.read_commit(name)).user.get(LAUNCH, ""))
+
+
+def _is_leaving(ledger: Ledger | None, step: int) -> bool:
+    """Whether a deletion of a step has begun."""
+    return ledger is not None and any(removal.step == step for removal in ledger.removing)
+
+
+async def _launch_or_reason(folder: Folder, name: str) -> tuple[str, str]:
+    """Return the launch of a committed checkpoint, or why its metadata cannot say it."""
+    try:
+        return await _launch_in(folder, name), ""
+    except (CorruptError, FileNotFoundError, InputError) as error:
+        return "", f"its metadata cannot be read: {error}"

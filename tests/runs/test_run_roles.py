@@ -203,6 +203,15 @@ def test_retention_sees_whole_steps_only(tmp_path: Path) -> None:
     assert bcp.latest(tmp_path, role="critic") == f"{tmp_path}/critic/step-00000008"
 
 
+def test_retention_of_one_role_alone(tmp_path: Path) -> None:
+    (actor,) = launched(tmp_path, ["actor"], of=["actor"], keep=1)
+    with actor.run as run:
+        run.resume()
+        for step in (2, 4, 6):
+            actor.save(step)
+    assert steps_of(tmp_path, "actor") == {6}
+
+
 def test_pins_and_metrics_of_one_role_hold_for_all(tmp_path: Path) -> None:
     keep = AnyKept(1, Best("loss"))
     actor, critic = launched(tmp_path, keep=keep)
@@ -294,7 +303,6 @@ def test_a_lost_folder_is_no_new_run(tmp_path: Path) -> None:
         with pytest.raises(bcp.CorruptError, match=r"critic has resumed in launch .*, and .*/critic has no ledger now"):
             world.run.resume()
         world.run.close()
-    shutil.rmtree(tmp_path / "critic")
     (tmp_path / "away").rename(tmp_path / "critic")
     assert resumed(tmp_path)[0][1] == 2
 
@@ -399,6 +407,25 @@ def test_the_roles_of_a_run_stay(tmp_path: Path) -> None:
     world.run.close()
 
 
+def test_one_folder_has_one_kind_of_run(tmp_path: Path) -> None:
+    saved(tmp_path, {name: [2] for name in NAMES})
+    with pytest.raises(bcp.InputError, match="has a run of the roles actor, critic: pass role="):
+        bcp.latest(tmp_path)
+    with (
+        bcp.Run(tmp_path, {"model": {"w": torch.zeros(2)}}) as run,
+        pytest.raises(bcp.InputError, match="has a run of the roles actor, critic: pass role="),
+    ):
+        run.resume()
+    assert not (tmp_path / "run.json").exists()
+    with bcp.Run(tmp_path / "plain", {"model": {"w": torch.zeros(2)}}, save=1) as run:
+        run.resume()
+        run.maybe_save(1)
+    (world,) = launched(tmp_path / "plain", ["actor"])
+    with pytest.raises(bcp.InputError, match="has checkpoints of a run without roles"):
+        world.run.resume()
+    world.run.close()
+
+
 @pytest.mark.parametrize(
     ("name", "of", "launch", "words"),
     [
@@ -408,6 +435,7 @@ def test_the_roles_of_a_run_stay(tmp_path: Path) -> None:
         ("../actor", ["../actor"], "1", "cannot name the folder"),
         ("step-10", ["step-10"], "1", "cannot name the folder"),
         ("model", ["model"], "1", "cannot name the folder"),
+        ("a" * 129, ["a" * 129], "1", "128 are the most"),
         ("actor", ["actor"], "", "no id of a launch"),
         ("actor", ["actor"], 7, "no id of a launch"),
         ("actor", ["actor"], "x" * 129, "no id of a launch"),
@@ -436,7 +464,7 @@ def test_arguments_that_fit_no_role(tmp_path: Path, options: dict[str, Any], wor
 # -- the file ------------------------------------------------------------------------------------------------
 
 
-LAUNCH = Launch(roles=NAMES, id="7", step=4, joined={"actor": "a1"}, newest=4, earlier=("5", "6"))
+LAUNCH = Launch(roles=NAMES, id="7", step=4, saved="6", joined={"actor": "a1"}, newest=4, earlier=("5", "6"))
 
 
 @pytest.mark.parametrize(
@@ -448,6 +476,7 @@ LAUNCH = Launch(roles=NAMES, id="7", step=4, joined={"actor": "a1"}, newest=4, e
         (b'"actor",', b'"../actor",', bcp.CorruptError),
         (b'"actor":', b'"..":', bcp.CorruptError),
         (b'"id": "7"', b'"id": 7', bcp.CorruptError),
+        (b'"saved": "6"', b'"saved": 6', bcp.CorruptError),
         (b'"roles": [', b'"rolls": [', bcp.CorruptError),
         (b'"version": 1', b'"version": "1"', bcp.CorruptError),
         (b"{", b"", bcp.CorruptError),
