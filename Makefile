@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-hosts test test-all test-busy test-random soak mutants sweep sweep-page hosts hosts-all rgw gpu check format demo bench clients chaos docs clean
+.PHONY: help venv venv-hosts test test-all test-busy test-random soak mutants sweep sweep-page hosts hosts-all hosts-oldest rgw gpu check format demo bench clients chaos docs clean
 
 # The first interpreter that runs and is new enough; `make PYTHON=python3.13 venv` takes another one.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -31,6 +31,7 @@ SWEEP_STAMP := $(VENV)/.installed-sweep
 HOSTS := .venv-hosts
 # `make HOST_PINS= hosts` takes the newest versions instead.
 HOST_PINS := -c constraints-hosts.txt
+OLDEST := .venv-hosts-oldest
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -81,6 +82,9 @@ hosts: $(HOSTS)/.installed  ## Train, kill and resume with the trainers of bcp.i
 
 hosts-all: $(HOSTS)/.installed  ## Do the same with every layout; a quarter of an hour.
 	$(HOSTS)/bin/python -m pytest -m hosts tests/integrations $(ARGS)
+
+hosts-oldest: $(OLDEST)/.installed  ## Do what `make hosts` does, with the oldest versions of trainers that work.
+	$(OLDEST)/bin/python -m pytest -m 'hosts and not long' tests/integrations $(ARGS)
 
 rgw: venv  ## Run the tests of S3 on Ceph RGW, whose Debian packages it unpacks below .cache.
 	$(BIN)/python tests/servers/prepare.py rgw
@@ -139,7 +143,15 @@ $(HOSTS)/.installed: pyproject.toml constraints-hosts.txt
 	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check $(HOST_PINS) $(TORCH) -e '.[hosts]'
 	touch $@
 
+# The old versions lie in front of everything else that `make hosts` has installed.
+$(OLDEST)/.installed: $(HOSTS)/.installed constraints-hosts-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(HOSTS)/bin/python -c 'import sysconfig; place = sysconfig.get_path("purelib"); print(f"import site; site.addsitedir({place!r})")' \
+		> $$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hosts.pth
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-hosts-oldest.txt
+	touch $@
+
 clean:  ## Remove everything that is made here, .venv included.
-	rm -rf $(VENV) $(HOSTS) demo-out bench-out mutants-out site dist build *.egg-info
+	rm -rf $(VENV) $(HOSTS) $(OLDEST) demo-out bench-out mutants-out site dist build *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 import bcp
 from bcp.integrations.common import HostState, check_methods, check_settings, step_of
+from bcp.integrations.trl import Generation, pass_epochs
 
 __all__ = ["BcpCallback", "BcpTrainer", "attach"]
 
@@ -26,8 +27,8 @@ REPLACED = {
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_load_rng_state": ("checkpoint",),
     "_load_best_model": (),
-    "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
 }
+WITH_DEEPSPEED = {"_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint")}  # from 5.10 on
 
 
 def attach(
@@ -58,13 +59,17 @@ def attach(
         trainer.train(resume_from_checkpoint=True)
 
     """
-    check_methods(transformers.Trainer, REPLACED, "transformers", transformers.__version__)
-    args = trainer.args
+    args, replaced = trainer.args, REPLACED | (WITH_DEEPSPEED if trainer.is_deepspeed_enabled else {})
+    check_methods(transformers.Trainer, replaced, "transformers", transformers.__version__)
     refused = {
         "a second attach()": (isinstance(trainer, BcpTrainer), "the trainer has a run already"),
         "auto_find_batch_size": (args.auto_find_batch_size, "it restarts training inside of train()"),
         "enable_jit_checkpoint": (getattr(args, "enable_jit_checkpoint", False), "the run handles SIGTERM itself"),
         "save_only_model": (args.save_only_model, "a run resumes; export models with bcp.tools.export_hf"),
+        "sync_ref_model": (
+            getattr(args, "sync_ref_model", False),
+            "no checkpoint has the reference model, which changes",
+        ),
         "push_to_hub": (args.push_to_hub and args.hub_strategy != "end", "nothing is pushed before the end"),
         "attach(save=...)": ("save" in run_options, "save_strategy and save_steps of the arguments decide"),
     }
@@ -85,8 +90,9 @@ class BcpCallback(transformers.TrainerCallback):
         keep = keep if keep is not None else args.save_total_limit or bcp.policies.Everything()
         if args.load_best_model_at_end:
             metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-            best = bcp.policies.Best(metric, mode="max" if args.greater_is_better else "min")
-            keep = bcp.policies.AnyKept(keep, best)
+            keep = bcp.policies.AnyKept(
+                keep, bcp.policies.Best(metric, mode="max" if args.greater_is_better else "min")
+            )
         self._states, self.load_options = dict[str, Any](), run_options.get("load_options")
         self.make_run = partial(bcp.Run, self.path, self._states, save=None, **run_options, keep=keep)
 
@@ -101,13 +107,14 @@ class BcpCallback(transformers.TrainerCallback):
                 Path(folder, "trainer_state.json").write_text(self._state.loaded["json"])
             yield None if is_new else folder
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         """Load the chosen checkpoint into the prepared objects."""
         self._states.update(self.states())
         try:
             self.run.resume(fresh=self._fresh)
         except bcp.CheckpointError as error:
             raise _DamagedError from error
+        pass_epochs(train_dataloader, int(state.epoch or 0))
         now, before = self._trainer_state()["batch"], (self._state.loaded or {}).get("batch")
         if before not in (None, now) and not args.ignore_data_skip:
             words = "one step had %s samples and has %s: the Trainer skips steps, so the data differ"
@@ -127,6 +134,7 @@ class BcpCallback(transformers.TrainerCallback):
         engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
         is_peft = any(kind.__module__.startswith("peft.") for kind in type(trainer.model).__mro__)  # FSDP2 inherits
         extra = {"trainer": self._state, "lr_scheduler": trainer.lr_scheduler, "scaler": trainer.accelerator.scaler}
+        extra["generation"] = Generation(trainer) if Generation.is_in(trainer) else None
         return {
             "model": engine or (bcp.trainable(trainer.model) if is_peft else trainer.model),
             "optimizer": engine or trainer.optimizer,

@@ -18,7 +18,7 @@ import bcp
 import bcp.integrations.accelerate
 
 torch.set_num_threads(1)
-FOLDER, ASKED = sys.argv[1], sys.argv[2:]
+FOLDER, ASKED = os.environ.get("RUN_URL", sys.argv[1]), sys.argv[2:]
 
 
 class Seen:

@@ -81,7 +81,10 @@ class Job:
     def _environment(self, folder: Path) -> dict[str, str]:
         paths = [str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]
         quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        known = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HOME": str(folder.parent)}
+        built = {
+            "TORCH_EXTENSIONS_DIR": str(folder.parent.parent / "extensions")
+        }  # DeepSpeed compiles one, once a session
+        known = {**built, **os.environ, "PYTHONPATH": os.pathsep.join(paths), "HOME": str(folder.parent)}
         return {**known, **quiet, **self.environment}
 
 

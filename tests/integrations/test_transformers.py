@@ -142,6 +142,19 @@ def test_ranks_of_deepspeed(stage: str, tmp_path: Path) -> None:
     check_close(PLAIN_STILL.run(tmp_path / "plain", "resume"), alone)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_the_best_model_of_deepspeed_is_loaded_at_the_end(stage: str, tmp_path: Path) -> None:
+    job = Job("transformers_job.py", (f"still+best+highest+{stage}",), world_size=2)
+    whole = job.run(tmp_path / "whole")
+    job.kill_in_save(tmp_path / "run", 3)
+    again = job.run(tmp_path / "run", "resume")
+    for name in ("losses", "evaluations", "final", "best"):
+        assert again[name] == whole[name]
+    assert again["best"] < 12
+    assert again["evaluated"] == max(loss for _, loss in whole["evaluations"])
+
+
 def check_close(other: dict[str, Any], alone: dict[str, Any]) -> None:
     """Compare the losses of a job on another parallelism: gradients are added in another order."""
     assert other["resumed"] == 4
@@ -159,6 +172,8 @@ def check_close(other: dict[str, Any], alone: dict[str, Any]) -> None:
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    if not settings.keys() <= transformers.TrainingArguments.__dataclass_fields__.keys():
+        pytest.skip(f"transformers {transformers.__version__} has no such setting")
     with pytest.raises(bcp.InputError, match=words):
         attach(trainer_in(tmp_path, **settings))
 
@@ -187,6 +202,16 @@ def test_a_trainer_whose_method_has_changed(change: str, tmp_path: Path, monkeyp
         bcp.InputError, match=rf"_load_rng_state\(checkpoint\), and transformers {transformers.__version__} (has|does)"
     ):
         attach(trainer)
+
+
+def test_an_old_version_is_refused_with_deepspeed_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_in(tmp_path)
+    monkeypatch.delattr(transformers.Trainer, "_prepare_for_training", raising=False)  # as before 5.10
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(bcp.InputError, match=r"_prepare_for_training\(.*transformers .* does not have it: install"):
+        attach(trainer)
+    trainer.is_deepspeed_enabled = False
+    attach(trainer)
 
 
 def trainer_in(folder: Path, **settings: Any) -> transformers.Trainer:

@@ -1,6 +1,7 @@
 """transformers_job.py MODE FOLDER [resume]: a tiny Llama in 12 steps with a save every 4.
 
-MODE: plain, still (no dropout), best, only-best, peft, sft, fsdp2, zero2, zero3, or several, joined by "+".
+MODE: plain, still (no dropout), best, highest (this loss is best), only-best, peft, sft, fsdp2, zero2, zero3,
+or several, joined by "+".
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def arguments() -> dict[str, Any]:
         chosen |= {"metric_for_best_model": "loss", "greater_is_better": True}
     if "best" in MODES:
         chosen |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "save_total_limit": 1}
-        chosen |= {"metric_for_best_model": "loss"}
+        chosen |= {"metric_for_best_model": "loss", "greater_is_better": "highest" in MODES}
     return chosen
 
 
@@ -137,10 +138,11 @@ def main() -> None:
     trainer = trainer_of(model)
     if "stop" in ASKED:
         trainer.add_callback(Signal())
-    attach(trainer, save_options=save_options())
+    attach(trainer, os.environ.get("RUN_URL"), save_options=save_options())
     trainer.train(resume_from_checkpoint="resume" in ASKED)
-    history = trainer.state.log_history
+    history = list(trainer.state.log_history)
     final = float(sum(each.double().sum() for each in bare(trainer.model).values()))
+    evaluated = trainer.evaluate()["eval_loss"] if "best" in MODES else None  # of the model that was loaded
     if trainer.args.process_index == 0:
         report(
             losses=[[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
@@ -150,15 +152,17 @@ def main() -> None:
             kind=type(trainer).__name__,
             parameter=type(next(trainer.model.parameters())).__name__,
             final=final,
+            best=trainer.state.best_global_step,
+            evaluated=evaluated,
         )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def bare(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return whole parameters; collective."""
+    """Return whole parameters, and of ZeRO-3 the rank's part; collective."""
     return {
-        name: each.full_tensor() if hasattr(each, "full_tensor") else each.detach()
+        name: each.full_tensor() if hasattr(each, "full_tensor") else getattr(each, "ds_tensor", each).detach()
         for name, each in model.named_parameters()
         if each.requires_grad
     }
