@@ -80,8 +80,9 @@ sweep-page: $(SWEEP_STAMP)  ## Write docs/coverage.md from new results.
 hosts: $(HOSTS)/.installed  ## Train, kill and resume with the trainers of bcp.integrations, in an environment of their own.
 	$(HOSTS)/bin/python -m pytest -m 'hosts and not long' tests/integrations $(ARGS)
 
-hosts-all: $(HOSTS)/.installed  ## Do the same with every layout; a quarter of an hour.
+hosts-all: $(HOSTS)/.installed  ## Do the same with every layout, and kill three trainers at events of their saves; an hour.
 	$(HOSTS)/bin/python -m pytest -m hosts tests/integrations $(ARGS)
+	$(HOSTS)/bin/python -m benchmarks.chaos_hosts --check
 
 hosts-oldest: $(OLDEST)/.installed  ## Do what `make hosts` does, with the oldest versions of trainers that work.
 	$(OLDEST)/bin/python -m pytest -m 'hosts and not long' tests/integrations $(ARGS)
