@@ -111,7 +111,8 @@ def test_hosts_are_lost_and_come_back(network: Network, tmp_path: Path, timeout:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("store", ["shared", pytest.param("own", marks=pytest.mark.kills)])
+@pytest.mark.kills  # a host that comes late begins the job again, and gloo hangs in the shared store (pytorch#135712)
+@pytest.mark.parametrize("store", ["shared", "own"])
 @with_more_time(*TIMEOUTS, hosts=5)
 def test_hosts_are_lost_and_the_job_goes_on_with_fewer(
     network: Network, tmp_path: Path, timeout: float, store: str

@@ -165,7 +165,7 @@ def test_a_namenode_that_restarts(saved: str, mended: MiniHdfs, faults: Faults, 
 @pytest.mark.long
 def test_a_namenode_that_stays_away(saved: str, mended: MiniHdfs, faults: Faults) -> None:
     faults.in_upload(lambda: mended.command("stop-namenode 0"))
-    refused(faults.impatient(saved), faults, "no NameNode|is away|no answer in time")
+    refused(faults.impatient(saved), faults, "no NameNode|is away|is stopping|no answer in time")
     mended.command("start-namenode 0")
     mended.command("await 0")
     saves_again(saved)

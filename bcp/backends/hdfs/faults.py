@@ -22,6 +22,7 @@ _ABSENT = ("FileNotFoundException", "ParentNotDirectoryException")
 _TRANSIENT = {
     "SafeModeException": "the NameNode is in safe mode",
     "StandbyException": "no NameNode of the pair is active",
+    "NullPointerException": "the NameNode is stopping",  # its log of edits is closed already
     "ObserverRetryOnActiveException": "",
     "RetriableException": "",
     "NotReplicatedYetException": "",

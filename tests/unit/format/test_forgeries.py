@@ -22,5 +22,5 @@ def test_a_forged_checkpoint_ends_in_an_error_of_bcps_or_is_loaded(tmp_path: Pat
     cases = [dice.randrange(2**63) for _ in range(CASES)]
     said = {case: forging.attempt(made, tmp_path / "case", case) for case in cases}
     assert {case: text for case, (text, _) in said.items() if text.startswith("FOREIGN")} == {}
-    assert len(Counter(text for text, _ in said.values())) > 4
+    assert len(Counter(text for text, _ in said.values())) > 3
     assert max(grown for _, grown in said.values()) < MOST_GROWTH
