@@ -98,7 +98,7 @@ class _Run(bcp.Run):
 
     def __init__(self, path: str, states: Any, **options: Any) -> None:
         super().__init__(path, states, **options)
-        self._reports = _Reports(self)
+        self._reports = _Reports(self, path)
 
     def resume(self, **arguments: Any) -> int:
         step = super().resume(**arguments)
@@ -145,8 +145,8 @@ class _Run(bcp.Run):
 class _Reports:
     """The side of Ray."""
 
-    def __init__(self, run: bcp.Run) -> None:
-        self._run, self.ends = run, False  # whether the ranks have agreed on a last step
+    def __init__(self, run: bcp.Run, path: str) -> None:
+        self._run, self._path, self.ends = run, path, False  # whether the ranks have agreed on a last step
         self._saves: dict[int, tuple[bcp.Pending[bcp.SaveResult], dict[str, float]]] = {}
 
     def begun(self, saving: _Saving, step: int, metrics: _Metrics) -> _Saving:
@@ -173,7 +173,7 @@ class _Reports:
         """Look for a checkpoint of an earlier life, or a standby snapshot; the loaded one comes first."""
         infos = [info for info in self._run.list() if info.step == step and info.is_committed]  # the best comes last
         infos.sort(key=lambda info: info.path.endswith(f"/{self._run.resumed.name}"))
-        return infos[-1].path, dict(infos[-1].metrics)
+        return (infos[-1].path, dict(infos[-1].metrics)) if infos else (f"{self._path}/step-{step:08d}", {})  # deleted
 
     def end(self) -> None:
         """Report the last commits. If Ray drains a node, wait for it: a function that returns is not called again."""

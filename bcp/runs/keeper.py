@@ -196,11 +196,16 @@ class Keeper:
 
     async def distrust(self, error: CorruptError) -> None:
         """Mark the checkpoint that a role has tried as suspect, for it did not load: no role takes its step again."""
-        for step in self._tried:
-            try:
-                await self._note(lambda ledger: ledger.marked(step, "suspect", f"it did not load: {error}"))  # noqa: B023 -- called at once
-            except (StorageError, InputError) as failure:
-                error.add_note(f"Step {step} could not be marked as suspect: {failure}")
+
+        def marked(ledger: Ledger) -> Ledger:
+            for step in self._tried:
+                ledger = ledger.marked(step, "suspect", f"it did not load: {error}")
+            return ledger
+
+        try:
+            await self._note(marked)
+        except (StorageError, InputError) as failure:
+            error.add_note(f"Step {sorted(self._tried)} could not be marked as suspect: {failure}")
 
     async def committed(self, step: int, metrics: Mapping[str, float], live: Collection[int]) -> None:
         """Enter a checkpoint into the ledger, then delete older ones that the policy gives up.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from bcp.backends.place import ROLE
 from bcp.backends.small import get_small
-from bcp.errors import CorruptError, FormatVersionError
+from bcp.errors import CorruptError
 from bcp.protocols import Backend, Version
-from bcp.runs.ledger import LARGEST_STEP, MOST_BYTES
-from bcp.runs.ledger_file import TRIES
+from bcp.runs.ledger import LARGEST_STEP, MOST_BYTES, newer
+from bcp.runs.ledger_file import versioned
 
 __all__ = ["LAUNCHES_KEY", "Launch", "stored_launch"]
 
@@ -86,10 +85,7 @@ class Launch:
             if type(version) is not int:
                 raise TypeError(f"version {version!r}")  # noqa: TRY301 -- as other contents that are none
             if version > VERSION:
-                raise FormatVersionError(
-                    f"{where} has version {version}, and this bcp knows {VERSION}: a newer bcp wrote it; update bcp, "
-                    "or use another folder"
-                )
+                raise newer(where, version, VERSION)
             launch = cls(
                 roles=tuple(fields["roles"]),
                 id=fields["id"],
@@ -130,11 +126,9 @@ async def stored_launch(backend: Backend, url: str) -> tuple[Launch | None, Vers
         StorageError: storage failed.
 
     """
-    for _ in range(TRIES):
-        version = await backend.version(LAUNCHES_KEY)
-        if version is None:
-            return None, None
-        with suppress(FileNotFoundError):  # deleted since
-            data = await get_small(backend, LAUNCHES_KEY, MOST_BYTES)
-            return Launch.from_bytes(bytes(data), f"{url}/{LAUNCHES_KEY}"), version
-    return None, None
+
+    async def read() -> bytes:
+        return bytes(await get_small(backend, LAUNCHES_KEY, MOST_BYTES))
+
+    data, version = await versioned(backend, url, LAUNCHES_KEY, read)
+    return None if data is None else Launch.from_bytes(data, f"{url}/{LAUNCHES_KEY}"), version

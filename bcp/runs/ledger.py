@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 from bcp.errors import CorruptError, FormatVersionError, InputError
 from bcp.policies.keep import Entry
 
-__all__ = ["LARGEST_STEP", "MOST_BYTES", "VERSION", "Ledger", "Life", "Removal", "numbers"]
+__all__ = ["LARGEST_STEP", "MOST_BYTES", "VERSION", "Ledger", "Life", "Removal", "newer", "numbers"]
 
 T = TypeVar("T")
 Trust = Literal["unknown", "verified", "suspect"]
@@ -325,10 +325,7 @@ class Ledger:
         fields = _Fields(json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant), "it")
         version = fields.integer("version", 1)
         if version > VERSION:
-            raise FormatVersionError(
-                f"{where} has version {version}, and this bcp knows {VERSION}: a newer bcp wrote it; update bcp, or "
-                "use another folder"
-            )
+            raise newer(where, version, VERSION)
         entries = fields.rows("checkpoints", _entry)
         removing = fields.rows("removing", _removal)
         steps = [*(entry.step for entry in entries), *(removal.step for removal in removing)]
@@ -345,6 +342,14 @@ class Ledger:
             failures=fields.integer("failures", 0),
             observed_hours=fields.number("observed_hours", 0.0),
         )
+
+
+def newer(where: str, version: int, known: int) -> FormatVersionError:
+    """Return the error of a file that a newer bcp wrote."""
+    return FormatVersionError(
+        f"{where} has version {version}, and this bcp knows {known}: a newer bcp wrote it; update bcp, or use another "
+        "folder"
+    )
 
 
 class _Fields:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from bcp._log import log
@@ -11,7 +12,7 @@ from bcp.protocols import Backend, Version
 from bcp.runs.ledger import MOST_BYTES, Ledger
 from bcp.runs.words import moment
 
-__all__ = ["FIRST_KEY", "LEDGER_KEY", "TRIES", "busy", "decoded", "put_ledger", "stored_ledger"]
+__all__ = ["FIRST_KEY", "LEDGER_KEY", "TRIES", "busy", "decoded", "put_ledger", "stored_ledger", "versioned"]
 
 LEDGER_KEY = "run.json"
 FIRST_KEY = "run.json.new"
@@ -20,12 +21,35 @@ FIRST_KEY = "run.json.new"
 TRIES = 30
 
 
-def busy(url: str) -> StorageError:
-    """Return the error of a ledger that others change in every attempt."""
+def busy(url: str, key: str = LEDGER_KEY) -> StorageError:
+    """Return the error of a file that others change in every attempt."""
     return StorageError(
-        f"{url}: {LEDGER_KEY} was changed by others in each of {TRIES} attempts; let one job at a time use the folder "
-        "of a run"
+        f"{url}: {key} was changed by others in each of {TRIES} attempts; let one job at a time use the folder of a run"
     )
+
+
+async def versioned(
+    backend: Backend, url: str, key: str, read: Callable[[], Awaitable[bytes]]
+) -> tuple[bytes | None, Version | None]:
+    """Read a file that others may replace meanwhile; return it with a version that is not newer. None for no file.
+
+    Args:
+        backend: has the file.
+        url: of the folder, for the message.
+        key: name of the file.
+        read: reads it.
+
+    Raises:
+        StorageError: storage failed, or the file was deleted between the two looks of each attempt.
+
+    """
+    for _ in range(TRIES):
+        version = await backend.version(key)
+        if version is None:
+            return None, None
+        with suppress(FileNotFoundError):  # deleted since
+            return await read(), version
+    raise busy(url, key)
 
 
 async def stored_ledger(backend: Backend, url: str) -> tuple[bytes | None, Version | None]:
@@ -37,19 +61,17 @@ async def stored_ledger(backend: Backend, url: str) -> tuple[bytes | None, Versi
         StorageError: storage failed.
 
     """
-    for _ in range(TRIES):
-        version = await backend.version(LEDGER_KEY)
-        if version is None:
-            return None, None
-        with suppress(FileNotFoundError):  # deleted since
-            try:
-                return bytes(await get_small(backend, LEDGER_KEY)), version
-            except CorruptError as error:
-                head = bytearray(MOST_BYTES + 1)
-                await backend.read_into(LEDGER_KEY, 0, memoryview(head))
-                log.warning("only the head of a run's ledger is read", run=url, error=str(error))
-                return bytes(head), version
-    raise busy(url)
+
+    async def read() -> bytes:
+        try:
+            return bytes(await get_small(backend, LEDGER_KEY))
+        except CorruptError as error:
+            head = bytearray(MOST_BYTES + 1)
+            await backend.read_into(LEDGER_KEY, 0, memoryview(head))
+            log.warning("only the head of a run's ledger is read", run=url, error=str(error))
+            return bytes(head)
+
+    return await versioned(backend, url, LEDGER_KEY, read)
 
 
 async def decoded(backend: Backend, url: str, stored: bytes | None, now: float) -> Ledger | None:

@@ -17,14 +17,14 @@ from typing import Any
 
 from bcp.backends import resolve, shown
 from bcp.backends.place import RESERVED, ROLE
-from bcp.errors import CorruptError, InputError, RunTakenError, StorageError
+from bcp.errors import CorruptError, InputError, RunTakenError
 from bcp.policies.keep import Entry
 from bcp.protocols import Backend, RetryPolicy, folders_of
 from bcp.runs.candidates import Candidate, Goal
 from bcp.runs.folder import Folder
 from bcp.runs.launches import LAUNCHES_KEY, Launch, stored_launch
 from bcp.runs.ledger import Ledger
-from bcp.runs.ledger_file import TRIES
+from bcp.runs.ledger_file import TRIES, busy
 from bcp.runs.names import step_of
 
 __all__ = ["LAUNCH", "Role", "Roles", "Whole", "has_roles", "roles_at"]
@@ -320,10 +320,7 @@ class Roles:
                 if launch.step and weighed is not None and goal.step is None:
                     await self._check_stays(launch)
                 return launch, weighed or Weighed(listing)
-        raise StorageError(
-            f"{self._url}: {LAUNCHES_KEY} was changed by others in each of {TRIES} attempts; let one job at a time use "
-            "the folder of a run"
-        )
+        raise busy(self._url, LAUNCHES_KEY)
 
     async def _check_stays(self, launch: Launch) -> None:
         """Raise CorruptError if a job of the launch before deletes the step meanwhile, or has.

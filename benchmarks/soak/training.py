@@ -5,17 +5,16 @@ The last weights depend on the model, the optimizer and the random states of all
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import bcp
+from benchmarks.chaos_job import digest
 from benchmarks.soak.job import Log
 from benchmarks.soak.rules import KEEP, SAVE_EVERY
 from benchmarks.soak.store import own_store
@@ -33,15 +32,6 @@ def model_of(rank: int) -> nn.Module:
     fully_shard(model)
     torch.manual_seed(2 + rank)
     return model
-
-
-def digest(model: nn.Module) -> str:
-    """Return a digest of all weights, gathered by torch."""
-    summary = hashlib.sha256()
-    for weight in model.state_dict().values():
-        whole: Tensor = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        summary.update(whole.detach().contiguous().numpy().tobytes())
-    return summary.hexdigest()
 
 
 def join(log: Log) -> None:

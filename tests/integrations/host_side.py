@@ -36,6 +36,14 @@ def save_options(**options: Any) -> bcp.SaveOptions:
     return bcp.SaveOptions(edit=edit, **options)
 
 
+def tiny_llama(**settings: Any) -> Any:
+    """Return the configuration of a Llama of two layers."""
+    from transformers import LlamaConfig  # noqa: PLC0415 -- of some jobs
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaConfig(num_key_value_heads=2, max_position_embeddings=64, **sizes, **settings)
+
+
 def report(**values: Any) -> None:
     """Print what the test compares. Floats keep all their digits."""
     sys.stdout.write(f"RESULT {json.dumps(values)}\n")

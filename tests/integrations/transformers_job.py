@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_side import report, save_options
+from host_side import report, save_options, tiny_llama
 
 torch.set_num_threads(1)
 MODES, FOLDER, *ASKED = sys.argv[1].split("+"), Path(sys.argv[2]), *sys.argv[3:]
@@ -32,20 +32,11 @@ if "fsdp2" in MODES:  # accelerate takes FSDP on accelerators only
 
     accelerate.state.AcceleratorState.__init__ = patched
 
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from bcp.integrations.transformers import attach  # noqa: E402
 
-CONFIG = LlamaConfig(
-    vocab_size=128,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    attention_dropout=0.0 if "still" in MODES else 0.1,
-)
+CONFIG = tiny_llama(vocab_size=128, attention_dropout=0.0 if "still" in MODES else 0.1)
 
 
 class Data(torch.utils.data.Dataset):

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from host_side import report, save_options
+from host_side import report, save_options, tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from bcp.integrations.transformers import attach
@@ -24,16 +24,7 @@ MODE, FOLDER, *ASKED = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 WORDS = 62
 NAMES = ("step", "epoch", "loss", "reward", "grad_norm", "entropy")
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    attention_dropout=0.1,
-)
+CONFIG = tiny_llama(vocab_size=64, attention_dropout=0.1)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -105,14 +105,13 @@ def test_a_new_run_has_no_whole_step(tmp_path: Path) -> None:
 
 def test_the_first_role_decides_for_all(tmp_path: Path) -> None:
     saved(tmp_path, {"actor": [2, 4], "critic": [2]})
-    late = World(tmp_path, "critic", "900")
     actor, critic = launched(tmp_path)
     assert actor.run.resume() == 2
     commit = tmp_path / "critic" / "step-00000004"
     shutil.copytree(tmp_path / "actor" / "step-00000004", commit)  # as if a killed job's commit had come through now
     assert critic.run.resume() == 2
     assert critic.run.resumed.passed_over[0].reason == f"launch {critic.launch!r} goes on from step 2"
-    for world in (actor, critic, late):
+    for world in (actor, critic):
         world.run.close()
 
 
@@ -156,11 +155,11 @@ def test_three_roles(tmp_path: Path) -> None:
 
 
 def test_roles_with_several_ranks(ranks4: Ranks, tmp_path: Path) -> None:
-    assert ranks4.run(two_worlds, tmp_path, "1", 0) == [0, 0, 0, 0]
-    assert ranks4.run(two_worlds, tmp_path, "2", 0) == [4, 4, 4, 4]
+    assert ranks4.run(two_worlds, tmp_path, "1") == [0, 0, 0, 0]
+    assert ranks4.run(two_worlds, tmp_path, "2") == [4, 4, 4, 4]
 
 
-def two_worlds(path: Path, launch: str, _: int) -> int:
+def two_worlds(path: Path, launch: str) -> int:
     """Be one of two ranks of the actor, or of the critic, which is one save behind."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -235,12 +234,11 @@ def test_a_ledger_that_cannot_be_read_deletes_nothing(tmp_path: Path, caplog: py
         world.save(2)
     ledger = (tmp_path / "critic" / "run.json").read_bytes()
     (tmp_path / "critic" / "run.json").write_bytes(ledger.replace(b'"version": 1', b'"version": 99'))
-    critic_4 = World(tmp_path / "elsewhere", "critic", "901")
     actor.save(4)
     assert steps_of(tmp_path, "actor") == {2, 4}
     assert "no checkpoint is deleted now" in caplog.text
     (tmp_path / "critic" / "run.json").write_bytes(ledger)
-    for world in (actor, critic, critic_4):
+    for world in (actor, critic):
         world.run.close()
 
 
@@ -315,11 +313,7 @@ def test_a_run_that_has_gone_on_does_not_begin_anew_by_itself(tmp_path: Path) ->
     with pytest.raises(bcp.CorruptError, match=r"no step of the run .* critic has no committed checkpoint of it"):
         world.run.resume()
     world.run.close()
-    assert [weights[1] for weights in resumed_fresh(tmp_path)] == [0, 0]
-
-
-def resumed_fresh(path: Path) -> list[list[int]]:
-    return resumed(path, fresh=True)
+    assert [weights[1] for weights in resumed(tmp_path, fresh=True)] == [0, 0]
 
 
 def test_an_earlier_step_in_all_roles(tmp_path: Path) -> None:
