@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -11,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 
 from bcp._deletion import Attempt, delete_dropped, delete_unnamed, read_committed, swept, withdraw
 from bcp._messages.tools import Copied
@@ -153,11 +155,14 @@ async def acopy(
             copying.is_whole = True
             await ranks.led("commit", lambda: copying.commit(copied.keys))
         except BaseException as error:
+            is_over = anyio.current_effective_deadline() == -math.inf
             with (
                 anyio.CancelScope(shield=True),
                 say_what_is_left(error, f"Files of the copy may be left in {copying.goal.path}"),
             ):
                 await copying.undo()
+            if is_over:  # another rank has failed, and rank 0 may have deleted what was being written here
+                await anyio.lowlevel.checkpoint_if_cancelled()
             raise
         if ranks.rank == 0:
             await copying.sweep(copied.keys)

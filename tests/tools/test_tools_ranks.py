@@ -253,6 +253,30 @@ def test_ranks_that_have_copied_wait_for_the_last_one(tmp_path: Path) -> None:
     assert asyncio.run(store.list()) == []
 
 
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_a_rank_whose_write_ends_after_the_failure_of_another_tells_that_failure(
+    late_rank: int, tmp_path: Path
+) -> None:
+    """Rank 0 deletes the files of all ranks, also what a rank is just writing."""
+    source, store = saved(tmp_path / "a", COUNT, {"w": torch.rand(3 << 18)}), MemoryBackend(str(tmp_path))
+
+    async def be_swept(_: str) -> None:
+        try:
+            await anyio.sleep_forever()
+        except anyio.get_cancelled_exc_class():
+            raise StorageError("the file was deleted meanwhile") from None
+
+    async def call(rank: int, ranks: Any) -> Any:
+        wrong = be_swept if rank == late_rank else StorageError("full")
+        target = FaultyBackend(store, "put", wrong, nth=1 if rank in (late_rank, 2) else 1000)
+        return await bcp.tools.acopy(source, target, coordinator=ranks)
+
+    errors = on_ranks(COUNT, call)
+    assert [getattr(error, "rank", None) for error in errors] == [2, 2, None]
+    assert all("full" in str(error) for error in errors)
+    assert asyncio.run(store.list()) == []
+
+
 @pytest.mark.parametrize("is_carried_out", [False, True])
 def test_a_commit_that_is_not_answered_leaves_a_whole_checkpoint_or_none(is_carried_out: bool, tmp_path: Path) -> None:  # noqa: FBT001 -- a case
     source, target = saved(tmp_path / "a", COUNT, {"w": torch.rand(3 << 18)}), saved(tmp_path / "b", 1, model())
