@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from bcp._job import SaveJob
-from bcp._save.leader import Opening, encode_written
+from bcp._save.leader import Opening
 from bcp._save.local_state import LocalState
 from bcp._save.plan import SavePlan
 from bcp._save.snapshot import Snapshot
+from bcp._written import encode_written
 from bcp.events import SaveResult
 from bcp.format.metadata import EXTRA_NAME, data_key, receipt_key
 from bcp.format.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest

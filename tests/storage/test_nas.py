@@ -23,7 +23,7 @@ from left_over import without_recordings
 from servers.nfs import Mount
 
 import bcp
-from bcp._save.leader import check_written, decode_written, encode_written
+from bcp._written import check_written, decode_written, encode_written
 from bcp.backends import LocalBackend, local, probe
 from bcp.backends import files as shared
 from bcp.coordinators import SoloCoordinator, memory_coordinators

@@ -95,7 +95,7 @@ from bcp._messages.tools import (
     ObjectSides,
     ValueSides,
 )
-from bcp._save.leader import decode_written
+from bcp._written import decode_written
 from bcp.coordinators.local import SoloCoordinator
 from bcp.data.worker import Line
 from bcp.errors import BcpError, CheckpointError, MessageError, PeerError

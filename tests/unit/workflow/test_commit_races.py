@@ -15,7 +15,8 @@ from interleave import Dead, Turns, orders
 
 import bcp
 from bcp._save.failures import not_replaced, undone_on_error
-from bcp._save.leader import Opening, Planned, Target, encode_written, open_save
+from bcp._save.leader import Opening, Planned, Target, open_save
+from bcp._written import encode_written
 from bcp.backends import LocalBackend, MemoryBackend, swap
 from bcp.format.metadata import METADATA_KEY, data_key, decode_metadata, encode_layout, operation_of, receipt_key
 from bcp.format.receipt import receipt_digest
