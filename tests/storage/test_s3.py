@@ -233,7 +233,7 @@ asyncio.run(main())
 
 
 async def test_what_a_killed_writer_leaves_is_listed_and_discarded(server: S3Server) -> None:
-    url = server.place()
+    url = f"{server.place()}-killed"
     environ = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_ENDPOINT_URL": server.url}
     process = await anyio.open_process([sys.executable, "-c", KILLED, url], env={**_environ(), **environ})
     assert process.stdout is not None
