@@ -31,8 +31,19 @@ from bcp.protocols import REFUSED, Backend, Coordinator, Planner, States
 from bcp.runtime.device import Caller
 from bcp.runtime.threads import with_thread_setup
 from bcp.telemetry.watch import Kind, Watch
+from bcp.tiers.memory import TierMemory
+from bcp.tiers.saving import Aim, KeptResult, akeep
 
-__all__ = ["LoadCall", "SaveCall", "check_kinds", "load_call", "prepare_call", "require_asyncio", "save_call"]
+__all__ = [
+    "LoadCall",
+    "SaveCall",
+    "check_kinds",
+    "keep_call",
+    "load_call",
+    "prepare_call",
+    "require_asyncio",
+    "save_call",
+]
 
 T = TypeVar("T")
 J = TypeVar("J", bound=Job)
@@ -114,6 +125,34 @@ def save_call(
 
     async def work(job: SaveJob) -> SaveResult:
         return await asave(replace(job, permit=permit, metrics=metrics or {}))
+
+    return _save_call(_take_place(ranks, "begin", options, check), work)
+
+
+def keep_call(
+    memory: TierMemory,
+    aim: Aim,
+    states: States,
+    framework: Framework,
+    options: SaveOptions | None,
+    given: Coordinator | None,
+    *,
+    metrics: Mapping[str, float] | None = None,
+) -> SaveCall[KeptResult]:
+    """Take this rank's place in a save into the memory of the hosts."""
+    ranks = coordinator_for(given)
+
+    def check() -> _Checked[SaveJob]:
+        chosen = with_overrides(SaveOptions, options, {})
+        if chosen.codecs:
+            names = ", ".join(codec.name for codec in chosen.codecs)
+            raise InputError(f"codecs={names} do not go with a memory tier, whose agents have no code of yours")
+        checked = _check_save("save", memory.folder.files, states, framework, None, chosen, ranks, background=True)
+        does = f"keep {aim} with world_size={ranks.world_size} balance={chosen.balance} part_bytes={chosen.part_bytes}"
+        return replace(checked, name=f"snapshot of step {aim.step}", does=f"{does} replicas={chosen.replicas}")
+
+    async def work(job: SaveJob) -> KeptResult:
+        return await akeep(replace(job, metrics=metrics or {}), memory, aim)
 
     return _save_call(_take_place(ranks, "begin", options, check), work)
 

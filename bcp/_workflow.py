@@ -27,11 +27,11 @@ from bcp.runtime.staging import pool_for
 from bcp.runtime.threads import collect_failure_garbage, in_thread, in_thread_gc_paused, low_priority_threads
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.load import LoadContext, load_graph
-from bcp.stages.save import SaveContext, Writers, save_graph
+from bcp.stages.save import SaveContext, Staging, Writers, save_graph
 from bcp.state.guard import being_loaded
 from bcp.telemetry.progress import progress_bar
 
-__all__ = ["aload", "aprepare", "asave", "write_parts"]
+__all__ = ["aload", "aprepare", "asave", "edited", "write_parts"]
 
 
 # -- save ----------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ async def write_parts(job: SaveJob, items: Sequence[WriteItem], snapshot: saving
         job.watch.add(stack.enter_context(progress_bar("save", job.path, stage="upload", nbytes=total, show=show)))
         writers = Writers()
         context = SaveContext(
-            lease,
+            Staging(lease),
             writers,
             saving.BLOCK_BYTES,
             snapshot.fence,
@@ -98,7 +98,7 @@ async def write_parts(job: SaveJob, items: Sequence[WriteItem], snapshot: saving
             copies_first=job.returns_after_snapshot and budget.capacity >= nbytes,
         )
         graph = save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=job.io_workers)
-        graph = _edited(graph, options.edit)
+        graph = edited(graph, options.edit)
         if not changing:
             await snapshot.taken()
         files = saving.open_files(job.backend, items, encoded=bool(options.codecs))
@@ -213,7 +213,7 @@ async def _read(
         nbytes = sum(item.nbytes for item in items)
         show = options.progress and job.rank == 0
         job.watch.add(stack.enter_context(progress_bar("load", job.path, stage="exchange", nbytes=nbytes, show=show)))
-        graph = _edited(load_graph(context, copy_workers=options.copy_workers, io_workers=job.io_workers), options.edit)
+        graph = edited(load_graph(context, copy_workers=options.copy_workers, io_workers=job.io_workers), options.edit)
         await graph.run(items, budget=loading.budget_of(options, reading), observe=job.watch)
         if not context.is_lost:
             context.is_lost = await loading.put_shared(job, wanted.shared, is_replaced)
@@ -222,7 +222,7 @@ async def _read(
     return context
 
 
-def _edited(graph: Graph, edit: Callable[[Graph], Graph]) -> Graph:
+def edited(graph: Graph, edit: Callable[[Graph], Graph]) -> Graph:
     """Let the caller edit the graph; the result has to be one."""
     edited = edit(graph)
     if not isinstance(edited, Pipeline):

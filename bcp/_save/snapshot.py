@@ -352,16 +352,26 @@ class Snapshot:
         return self.budget
 
     async def taken(self) -> None:
-        """Take note that everything is copied.
+        """Take note that everything is copied, and let the caller go on.
+
+        Raises StateChangedError if a tensor was written to meanwhile.
+        """
+        await self.copied()
+        self.let_go_on()
+
+    async def copied(self) -> None:
+        """Take note that everything is copied, and let optimizers step.
 
         Raises StateChangedError if a tensor was written to meanwhile.
         """
         await in_thread(self._check)
         emit(PhaseEvent("snapshot", self._lent, time.monotonic()))
+        self.release()
+
+    def let_go_on(self) -> None:
+        """Let the caller of an eager snapshot go on; that of a lazy one has done so."""
         if self._hold is None:
             self._go_on()
-        else:
-            self._hold.release()
 
     def _go_on(self) -> None:
         """Let the caller go on."""

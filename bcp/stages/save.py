@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import anyio
 import numpy as np
+import torch
 
 from bcp.errors import BcpError
 from bcp.format.checksums import digests
@@ -25,7 +27,7 @@ from bcp.stages.gather import gather
 from bcp.stages.items import Blob, HostPart, PartReceipt, WriteItem
 from bcp.stages.memcpy import bytes_of
 
-__all__ = ["SaveContext", "Writers", "save_graph"]
+__all__ = ["PartMemory", "SaveContext", "Staging", "Writers", "blocks_of", "save_graph", "snapshot_graph"]
 
 
 class Writers:
@@ -46,12 +48,37 @@ class Writers:
         return self._opened[key]
 
 
+class PartMemory(Protocol):
+    """Host memory for parts."""
+
+    def take(self, item: WriteItem) -> torch.Tensor:
+        """Return uint8[m] with m >= the bytes of the part. Blocks, so it is called in a thread."""
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take memory back whose part is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Memory of a pool, which the next part gets when one is stored."""
+
+    lease: Lease
+
+    def take(self, item: WriteItem) -> torch.Tensor:
+        """Borrow memory for a part."""
+        return self.lease.take(item.nbytes)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Give it back."""
+        self.lease.give(buffer)
+
+
 @dataclass(slots=True)
 class SaveContext:
     """The context that the stages of one save share.
 
     Attributes:
-        lease: staging memory.
+        memory: where parts are copied to.
         writers: where the parts of each data file go.
         block_bytes: unit of checksumming.
         fence: an event of each device, which copies from it have to wait for.
@@ -63,7 +90,7 @@ class SaveContext:
         snapshot: set when all of them are.
     """
 
-    lease: Lease
+    memory: PartMemory
     writers: Writers
     block_bytes: int
     fence: Fence
@@ -92,6 +119,12 @@ def save_graph(
     return graph.then(upload(context, io_workers)).then(checksum(context))
 
 
+def snapshot_graph(context: SaveContext, *, copy_workers: int) -> Pipeline[WriteItem, Blob]:
+    """Build the graph of a rank whose parts stay in memory: agents send them to storage."""
+    start: Pipeline[WriteItem, WriteItem] = Pipeline()
+    return start.then(d2h(context, copy_workers)).then(serialize(context.block_bytes))
+
+
 def d2h(context: SaveContext, workers: int) -> Stage[WriteItem, HostPart]:
     """Copy a part's elements into staging memory; after the last one training may go on."""
 
@@ -108,7 +141,7 @@ def d2h(context: SaveContext, workers: int) -> Stage[WriteItem, HostPart]:
 
 def _copy(item: WriteItem, context: SaveContext) -> HostPart:
     """Take memory for a part, and fill it."""
-    buffer = context.lease.take(item.nbytes)
+    buffer = context.memory.take(item)
     gather(item, buffer, context.fence)
     return HostPart(item, buffer)
 
@@ -120,15 +153,15 @@ def serialize(block_bytes: int) -> Stage[HostPart, Blob]:
         header = part.item.header
         data = bytes_of(part.buffer)[: part.nbytes]
         data[: len(header)] = header
-        return Blob(part, data, part.item.part.start, _blocks(part, block_bytes))
+        return Blob(part, data, part.item.part.start, blocks_of(part.item, block_bytes))
 
     return Stage("serialize", run)
 
 
-def _blocks(part: HostPart, block_bytes: int) -> np.ndarray:
-    """Cut a part into blocks of its data; the first one also covers the header."""
-    cuts = range(len(part.item.header) + block_bytes, part.nbytes, block_bytes)
-    edges = np.array(sorted({0, *cuts, *part.item.edges, part.nbytes}), np.int64)
+def blocks_of(item: WriteItem, block_bytes: int) -> np.ndarray:
+    """Cut a part into blocks of its data; the first one also covers the header. int64[n, 2]: start and length."""
+    cuts = range(len(item.header) + block_bytes, item.nbytes, block_bytes)
+    edges = np.array(sorted({0, *cuts, *item.edges, item.nbytes}), np.int64)
     return np.stack([edges[:-1], np.diff(edges)], axis=1)
 
 
@@ -186,7 +219,7 @@ def checksum(context: SaveContext) -> Stage[Blob, PartReceipt]:
     async def run(blob: Blob) -> PartReceipt:
         await context.let_copies_go_first()
         checksums = await in_thread(_digests, blob)
-        context.lease.give(blob.part.buffer)
+        context.memory.give(blob.part.buffer)
         return PartReceipt(blob.part.item.part, blob.start, blob.nbytes, blob.blocks, checksums)
 
     return Stage("checksum", run)

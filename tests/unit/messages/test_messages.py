@@ -84,6 +84,7 @@ from bcp._messages.running import (
     Stop,
     Verdict,
 )
+from bcp._messages.tiers import Drained, Intent, KnownLayout
 from bcp._messages.tools import (
     Compared,
     Copied,
@@ -142,6 +143,20 @@ EXAMPLES: list[Message] = [
     Compared((ValueSides("optimizer", "lr", "0.5", ""),), (ObjectSides(2, 3, b"", bytes(16)),)),
     Compared(counts=(Counted(4, 5, 6, 0.5), Counted(5, 6, 7, None)), read_nbytes=1 << 20),
     Copied(("receipts/00000-0123456789abcdef",), 4096),
+    Intent(
+        rank=1,
+        world_size=2,
+        operation="0123456789abcdef",
+        place="step-00000007",
+        step=7,
+        framework="torch",
+        part_bytes=1 << 25,
+        layout=bytes(16),
+        receipt=b"receipt",
+        metrics={"loss": 0.5},
+    ),
+    KnownLayout(bytes(16), b"layout"),
+    Drained((0, 2), (b"first", b"second")),
     Opening("0123456789abcdef", True, None, "", True, False),  # noqa: FBT003 -- an example
     Opening("0123456789abcdef", cached=False, version="etag", trace="00-1-2-01", compares=False, differs=True),
     ReplicaDigests(bytes(16), bytes(16), bytes(16)),

@@ -1,0 +1,69 @@
+"""Messages of the memory tier: what a rank's files in its host's memory are, for whoever makes them durable."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+
+from bcp._messages.base import Count, Message, Rank, expect, prepare
+from bcp._messages.planning import DIGEST_BYTES
+
+__all__ = ["Drained", "Intent", "KnownLayout"]
+
+OPERATION = re.compile(r"[0-9a-f]{16}")
+PLACE = re.compile(r"(?:[A-Za-z0-9_@+=][A-Za-z0-9._@+=-]*(?:/[A-Za-z0-9_@+=][A-Za-z0-9._@+=-]*)*)?")
+"""Names below a root. None begins with a dot, so that no place leads out of it."""
+
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+
+class Intent(Message, frozen=True):
+    """One rank's files of one save, as they are to be committed. Training may go on once it is in the folder."""
+
+    rank: Rank
+    world_size: Count
+    operation: str  # id of the save
+    place: str  # of the checkpoint below the durable root, as in "step-00001000"; empty for the root itself
+    step: Count
+    framework: str  # name of the planner that read the state
+    part_bytes: Count
+    layout: Digest  # of the encoded layout, which lies in the folder once
+    receipt: bytes  # the rank's receipt with zeros for digests, encoded
+    durable: bool = True  # whether it shall go to durable storage while the job lives
+    replaces: str = ""  # operation of the checkpoint at its place that it may replace; empty: there must be none
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)  # of the step, for the commit
+    user: bytes = b"{}"  # the caller's own facts, as JSON
+
+    def __post_init__(self) -> None:
+        expect(
+            self.rank < self.world_size,
+            OPERATION.fullmatch(self.operation) is not None,
+            PLACE.fullmatch(self.place) is not None,
+            not self.replaces or OPERATION.fullmatch(self.replaces) is not None,
+            reason=f"rank {self.rank} of {self.world_size}, operation {self.operation!r}, place {self.place!r}",
+        )
+
+
+class KnownLayout(Message, frozen=True):
+    """The layout of a save, from rank 0: an agent on any host has to be able to commit."""
+
+    digest: Digest
+    layout: bytes  # encoded; empty if all ranks have kept it before
+
+
+class Drained(Message, frozen=True):
+    """The ranks whose files one node has made durable, and what each of them would have told rank 0."""
+
+    ranks: tuple[Rank, ...]
+    written: tuple[bytes, ...]  # the message of each of these ranks for the commit
+
+    def __post_init__(self) -> None:
+        expect(
+            len(self.ranks) == len(self.written) == len({*self.ranks}),
+            reason=f"{len(self.ranks)} ranks with {len(self.written)} messages",
+        )
+
+
+prepare(__name__)

@@ -1,0 +1,112 @@
+"""Who sees that the files of all ranks are in storage commits the save, by one conditional request (paper sec. 5.2).
+
+Any host may do it, and several may at once: storage lets one request through, and the others find its outcome. A save
+may replace the one checkpoint that its intents name, or none. So an older save never replaces a newer one, however late
+its host comes back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from enum import Enum
+
+from bcp._deletion import Committed, delete_unnamed, read_committed, swept
+from bcp._messages.planning import Written
+from bcp._messages.tiers import Drained, Intent
+from bcp._version import __version__
+from bcp._written import check_written, decode_written
+from bcp.agent.drain import DRAIN
+from bcp.backends.small import get_small
+from bcp.format.metadata import METADATA_KEY, Commit, encode_metadata, operation_of
+from bcp.protocols import Backend, ObjectInfo
+from bcp.runtime.threads import in_thread_gc_paused
+
+__all__ = ["Outcome", "commit"]
+
+
+class Outcome(Enum):
+    """What has become of a save."""
+
+    COMMITTED = "it is committed"
+    REFUSED = "another checkpoint is at its place, which it may not replace"
+    WAITING = "files of other ranks are not in storage yet"
+    GONE = "its files in memory have made room for newer ones"
+
+
+async def commit(store: Backend, path: str, intent: Intent, layout: bytes) -> Outcome:
+    """Commit a save if the files of all of its ranks are in storage.
+
+    Args:
+        store: at the place of the checkpoint.
+        path: of the checkpoint, for messages.
+        intent: of any rank.
+        layout: the encoded layout that the intent names.
+
+    Raises:
+        StorageError: storage failed, or files are not there any more. The save may be committed; call again.
+
+    """
+    version = await store.version(METADATA_KEY)  # first: it is not newer than what is read then
+    found = await read_committed(store)
+    if intent.operation in found.operations:
+        await _forget_records(store, intent.operation)
+        return Outcome.COMMITTED
+    if found.data is not None and (found.may_name_anything or found.operation != intent.replaces):
+        return Outcome.REFUSED
+    written = await _written(store, intent)
+    if written is None:
+        return Outcome.WAITING
+    listed = await store.list()
+    await check_written(store, path, written, listed, intent.operation, encoded=False)
+    data = encode_metadata(layout, _record(intent, written))
+    if await store.put_if(METADATA_KEY, data, version) is None:
+        return Outcome.WAITING  # somebody else was quicker: the next call finds out who
+    with swept(path, intent.operation):
+        await _sweep(store, listed, found, intent.operation)
+    return Outcome.COMMITTED
+
+
+def _record(intent: Intent, written: Sequence[Written]) -> Commit:
+    return Commit(
+        operation=intent.operation,
+        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        framework=intent.framework,
+        codecs=(),
+        part_bytes=intent.part_bytes,
+        version=__version__,
+        receipts=b"".join(each.digest for each in written),
+        metrics=intent.metrics,
+        user=json.loads(intent.user),
+    )
+
+
+async def _written(store: Backend, intent: Intent) -> list[Written] | None:
+    """Return what each rank has written; None while a record is missing."""
+    messages: dict[int, bytes] = {}
+    for info in await _records(store, intent.operation):
+        try:
+            drained = Drained.decode(bytes(await get_small(store, info.key)))
+        except FileNotFoundError:  # the winner has tidied up
+            return None
+        messages |= zip(drained.ranks, drained.written, strict=True)
+    if {*messages} != {*range(intent.world_size)}:
+        return None
+    return await in_thread_gc_paused(decode_written, [messages[rank] for rank in range(intent.world_size)])
+
+
+async def _records(store: Backend, operation: str) -> list[ObjectInfo]:
+    return [info for info in await store.list(DRAIN) if info.key.endswith(f"-{operation}")]
+
+
+async def _forget_records(store: Backend, operation: str) -> None:
+    """Delete the records of a save that is committed. They are no files of a checkpoint."""
+    await delete_unnamed(store, [info.key for info in await _records(store, operation)])
+
+
+async def _sweep(store: Backend, listed: Sequence[ObjectInfo], replaced: Committed, operation: str) -> None:
+    """Delete the records, and the files of the checkpoint that was replaced."""
+    keys = [info.key for info in listed if info.key.count("/") == 1 and operation_of(info.key) in replaced.operations]
+    await delete_unnamed(store, keys, by=operation)
+    await _forget_records(store, operation)

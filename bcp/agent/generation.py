@@ -1,0 +1,42 @@
+"""One save, from the marks in a host's memory to the commit in storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from bcp.agent.commit import Outcome, commit
+from bcp.agent.drain import drain
+from bcp.protocols import Backend
+from bcp.tiers.folder import Mark, NodeFolder
+
+__all__ = ["advance"]
+
+
+async def advance(folder: NodeFolder, marks: Sequence[Mark], store: Backend, path: str, node: str) -> Outcome:
+    """Do what one host can do now to make a save durable. It may be interrupted anywhere, and is called again.
+
+    Args:
+        folder: the host's memory.
+        marks: of one save.
+        store: at the place of the checkpoint.
+        path: of the checkpoint, for messages.
+        node: name of the host, as part of a key.
+
+    Raises:
+        CorruptError: a file in memory is missing or damaged.
+        StorageError: storage failed.
+
+    """
+    with ExitStack() as stack:
+        entered = [stack.enter_context(folder.holding(mark)) for mark in marks]
+        held = [each for each in entered if each is not None]
+        if not held:
+            return Outcome.GONE
+        intent = held[0].intent
+        layout = folder.layout(intent.layout)
+        outcome = await commit(store, path, intent, layout)
+        if outcome is Outcome.WAITING:
+            await drain(folder.files, held, store, node)
+            outcome = await commit(store, path, intent, layout)
+        return outcome

@@ -1,0 +1,343 @@
+"""The kept memory of one host: a directory on tmpfs with data files, intents and layouts, for one job.
+
+The names of files have rank and operation. So all generations lie side by side, as do copies from other hosts. The
+files of a rank count once they are *marked*: their intent has its final name. A mark is a rename, so that a process
+that is killed leaves files that count whole, or not at all.
+
+Whoever reads marked files holds a shared lock on the mark. Whoever takes their memory for the next snapshot needs an
+exclusive one, and removes the mark first. The kernel gives up the locks of a process that dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bcp._log import log
+from bcp._messages.tiers import Intent
+from bcp.backends import LocalBackend
+from bcp.errors import CheckpointError, CorruptError, InputError, StorageError
+from bcp.format.container import digest
+from bcp.format.metadata import data_key, receipt_key
+from bcp.format.receipt import Receipt
+from bcp.plan.shards import KINDS
+from bcp.runtime.process import in_forked_child
+from bcp.tiers.intent import decode_intent, encode_intent
+
+__all__ = ["Held", "Mark", "Member", "NodeFolder", "keys_of"]
+
+INTENTS, LAYOUTS, MEMBERS, LOCK = "intents", "layouts", "members", "lock"
+NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
+STEM = re.compile(r"(?:[0-9a-f]{2}-)?([0-9]{5,10})-([0-9a-f]{16})")
+PRIVATE = 0o700
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mark:
+    """The files of one rank in one save, which are whole."""
+
+    operation: str
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """Name of the intent."""
+        return f"{self.rank:05d}-{self.operation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Marked files that nobody takes away meanwhile.
+
+    Attributes:
+        intent: what they are.
+        blank: the receipt of these files, with zeros for digests.
+    """
+
+    intent: Intent
+    blank: Receipt
+
+
+class Member:
+    """A place among the ranks of a host. It is this process's own: a forked child has no part in it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+        _members.add(self)
+
+    def close(self) -> None:
+        """Leave the place to another process."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+_members: weakref.WeakSet[Member] = weakref.WeakSet()
+
+
+def _leave_to_the_parent() -> None:
+    for member in [*_members]:
+        member.close()
+
+
+in_forked_child(_leave_to_the_parent)
+
+
+class NodeFolder:
+    """The directory of one job on one host. All processes of the host share it: trainers, and the agent.
+
+    Attributes:
+        root: the directory.
+        files: the same as storage, whose keys are those of a checkpoint.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Take a directory, and make it if it is not there.
+
+        Raises:
+            InputError: it belongs to somebody else, or others may read or write it, or it is no directory.
+            StorageError: it cannot be made.
+
+        """
+        self.root, self.files = root, LocalBackend(root)
+        with _told(root):
+            with suppress(FileExistsError):
+                root.mkdir(PRIVATE)
+            _check_private(root)
+            for name in (INTENTS, LAYOUTS, MEMBERS):
+                (root / name).mkdir(PRIVATE, exist_ok=True)
+
+    def __repr__(self) -> str:
+        return f"NodeFolder({str(self.root)!r})"
+
+    # -- the writer --------------------------------------------------------------------------------
+
+    def put_layout(self, layout: bytes) -> bytes:
+        """Keep an encoded layout, once; return its digest."""
+        name = digest(layout)
+        path = self.root / LAYOUTS / name.hex()
+        with _told(path):
+            if not path.exists():
+                _write(path, layout)
+        return name
+
+    def prepare(self, intent: Intent) -> None:
+        """Write an intent under a name that does not count yet."""
+        path = self._new(_mark_of(intent))
+        with _told(path):
+            path.write_bytes(encode_intent(intent))
+
+    def mark(self, mark: Mark) -> None:
+        """Let the prepared intent, and the files that it names, count from now on."""
+        with _told(self._path(mark)):
+            self._new(mark).rename(self._path(mark))
+
+    def forget(self, mark: Mark) -> None:
+        """Remove an intent that was prepared and not marked."""
+        with suppress(FileNotFoundError):
+            self._new(mark).unlink()
+
+    def take(self, mark: Mark) -> bool:
+        """Let files count no more, so that their memory can be used again; return False while somebody reads them."""
+        with self._open(mark) as fd:
+            if fd is None:
+                return True
+            if not _locked(fd, fcntl.LOCK_EX):
+                return False
+            with _told(self._path(mark)):
+                self._path(mark).unlink(missing_ok=True)
+                (self.root / receipt_key(mark.rank, mark.operation)).unlink(missing_ok=True)
+            return True
+
+    @contextmanager
+    def arranging(self) -> Iterator[None]:
+        """Let no other process of the host take files and give them new names meanwhile."""
+        with _told(self.root / LOCK):
+            fd = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def join(self, rank: int) -> Member:
+        """Be a rank of this host until the member is closed, or this process ends; inside of :meth:`arranging`.
+
+        Raises:
+            InputError: another process is this rank.
+
+        """
+        path = self.root / MEMBERS / f"{rank:05d}"
+        with _told(path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if _locked(fd, fcntl.LOCK_EX):
+            return Member(fd)
+        os.close(fd)
+        raise InputError(
+            f"another process is rank {rank} in {self.root}: each job needs a folder of its own, and an older process "
+            "of this job has to end first"
+        )
+
+    def is_member(self, rank: int) -> bool:
+        """Whether a living process of this host is that rank; inside of :meth:`arranging`."""
+        try:
+            fd = os.open(self.root / MEMBERS / f"{rank:05d}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        try:
+            return not _locked(fd, fcntl.LOCK_EX)
+        finally:
+            os.close(fd)
+
+    def data_files(self) -> dict[Mark, list[Path]]:
+        """List all data files, marked or not, by the save and the rank in their names."""
+        found: dict[Mark, list[Path]] = {}
+        with _told(self.root):
+            for kind in KINDS:
+                for path in sorted((self.root / kind).glob("*.safetensors")):
+                    if name := STEM.fullmatch(path.stem):
+                        found.setdefault(Mark(name[2], int(name[1])), []).append(path)
+        return found
+
+    # -- readers -----------------------------------------------------------------------------------
+
+    def marks(self) -> list[Mark]:
+        """List all marks, by operation and rank."""
+        with _told(self.root):
+            names = [NAME.fullmatch(path.name) for path in (self.root / INTENTS).iterdir()]
+        return sorted(Mark(name[2], int(name[1])) for name in names if name)
+
+    def ages(self) -> dict[Mark, float]:
+        """Return when each mark was prepared, in seconds since the epoch."""
+        found = {}
+        for mark in self.marks():
+            with suppress(FileNotFoundError), _told(self._path(mark)):
+                found[mark] = self._path(mark).stat().st_mtime
+        return found
+
+    @contextmanager
+    def holding(self, mark: Mark) -> Iterator[Held | None]:
+        """Keep marked files as they are for the time of the context; None if they do not count any more.
+
+        An intent that is damaged counts for nothing, and is logged.
+        """
+        with self._open(mark) as fd:
+            if fd is None or not _locked(fd, fcntl.LOCK_SH) or not _is_named(fd, self._path(mark)):
+                yield None
+                return
+            try:
+                intent, blank = decode_intent(_contents(fd), str(self._path(mark)))
+                if _mark_of(intent) != mark:
+                    raise CorruptError(f"{self._path(mark)} has the intent of {_mark_of(intent).name}")
+            except CheckpointError as error:
+                log.warning("an intent in memory cannot be read, so its files count for nothing", error=str(error))
+                yield None
+                return
+            yield Held(intent, blank)
+
+    def layout(self, name: bytes) -> bytes:
+        """Return a kept layout by its digest.
+
+        Raises:
+            CorruptError: it is not there, or damaged.
+
+        """
+        path = self.root / LAYOUTS / name.hex()
+        try:
+            with _told(path):
+                data = path.read_bytes()
+        except FileNotFoundError:
+            raise CorruptError(f"{path} is missing; the files of this layout cannot be committed from here") from None
+        if digest(data) != name:
+            raise CorruptError(f"{path} is damaged; the files of this layout cannot be committed from here")
+        return data
+
+    # -- details -----------------------------------------------------------------------------------
+
+    def _path(self, mark: Mark) -> Path:
+        return self.root / INTENTS / mark.name
+
+    def _new(self, mark: Mark) -> Path:
+        return self.root / INTENTS / f".{mark.name}.new"
+
+    @contextmanager
+    def _open(self, mark: Mark) -> Iterator[int | None]:
+        """Open the file of a mark; None if it is not there."""
+        try:
+            fd = os.open(self._path(mark), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            yield None
+            return
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def keys_of(blank: Receipt) -> Sequence[str]:
+    """Return the keys of a rank's data files, and last that of its receipt."""
+    data = [data_key(file.kind, blank.rank, blank.operation, encoded=bool(file.codecs)) for file in blank.files]
+    return [*data, receipt_key(blank.rank, blank.operation)]
+
+
+def _mark_of(intent: Intent) -> Mark:
+    return Mark(intent.operation, intent.rank)
+
+
+def _check_private(root: Path) -> None:
+    """Raise InputError unless a directory is this user's alone. Everybody may make one in /dev/shm."""
+    status = os.lstat(root)
+    if not stat.S_ISDIR(status.st_mode):
+        raise InputError(f"{root} is no directory (a link is none): pass another folder for the memory tier")
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise InputError(
+            f"{root} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, and this is user "
+            f"{os.geteuid()}: snapshots go only where no other user reads or writes. Pass another folder, or chmod 700"
+        )
+
+
+def _locked(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    """Whether a descriptor is still the file of that name: it may have been removed before the lock."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _contents(fd: int) -> bytes:
+    nbytes = os.fstat(fd).st_size
+    return os.pread(fd, nbytes, 0)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a small file whole; several processes may do so at once."""
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    temp.write_bytes(data)
+    temp.rename(path)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Raise StorageError, which names the file, for an error of the system; a missing file is the caller's business."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageError(f"the memory tier failed at {path}: {error}") from error

@@ -1,0 +1,39 @@
+"""Intents as files: sealed like a receipt, so that a torn or damaged one counts for nothing."""
+
+from __future__ import annotations
+
+from bcp._messages.tiers import Intent
+from bcp.errors import CorruptError, MessageError
+from bcp.format.container import seal, unseal
+from bcp.format.receipt import Receipt, decode_receipt
+
+__all__ = ["decode_intent", "encode_intent"]
+
+MAGIC = b"BCPINTN"
+
+
+def encode_intent(intent: Intent) -> bytes:
+    """Make the contents of the file of an intent."""
+    return seal(intent.encode(), MAGIC)
+
+
+def decode_intent(data: bytes, where: str) -> tuple[Intent, Receipt]:
+    """Decode an intent and its blank receipt; ``where`` names the file in messages.
+
+    Raises:
+        NotACheckpointError: no bcp wrote this file.
+        FormatVersionError: a bcp of another version of the format wrote it.
+        CorruptError: it is truncated or damaged, or names another rank or save than its receipt.
+    """
+    payload = bytes(unseal(data, MAGIC, where, first=0))  # it has no tables
+    try:
+        intent = Intent.decode(payload)
+    except MessageError as error:
+        raise CorruptError(f"{where} is no intent of this version of bcp: {error}") from error
+    receipt = decode_receipt(intent.receipt, where)
+    if (receipt.rank, receipt.operation) != (intent.rank, intent.operation):
+        raise CorruptError(
+            f"{where} is corrupt: it is of rank {intent.rank} in operation {intent.operation}, and its receipt of rank "
+            f"{receipt.rank} in {receipt.operation}"
+        )
+    return intent, receipt

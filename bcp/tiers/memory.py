@@ -1,0 +1,182 @@
+"""One process's files in its host's memory. A snapshot is copied straight into them, so that it outlives the process.
+
+Memory that is touched for the first time takes three to four times a copy. So files are kept: a new snapshot gives new
+names to files of an older one, which stay mapped.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bcp.backends.files import fallocate
+from bcp.errors import StorageError
+from bcp.runtime.staging import map_file
+from bcp.stages.items import WriteItem
+from bcp.tiers.folder import NodeFolder
+
+__all__ = ["TierMemory"]
+
+Inode = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A file that this process has mapped."""
+
+    memory: torch.Tensor  # uint8, as long as the file
+    nbytes: int
+
+
+class TierMemory:
+    """The files of one rank. It is the memory of the parts of one save at a time.
+
+    Attributes:
+        folder: of the host.
+        rank: whose files these are.
+        live: operations whose snapshots a recovery may need. They are the newest ones that all ranks have marked.
+        layout: digest of the layout of the last save; empty before the first.
+    """
+
+    def __init__(self, folder: NodeFolder, rank: int, *, pinned: bool = False) -> None:
+        """Become this rank in the folder, until :meth:`close`.
+
+        Raises:
+            InputError: another process of this host is the same rank there.
+
+        """
+        self.folder, self.rank = folder, rank
+        self._pinned = pinned
+        with folder.arranging():
+            self._member = folder.join(rank)
+        self.live: frozenset[str] = frozenset()
+        self.layout = b""
+        self._mapped: dict[Inode, Kept] = {}
+        self._open: dict[str, Kept] = {}
+
+    def __repr__(self) -> str:
+        return f"<TierMemory of rank {self.rank}: {sum(each.nbytes for each in self._mapped.values())} bytes mapped>"
+
+    def close(self) -> None:
+        """Let go of the folder; what is marked there stays."""
+        self._member.close()
+        self._open, self._mapped = {}, {}
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def take(self, item: WriteItem) -> torch.Tensor:
+        """Return the part's bytes in its file."""
+        part = item.part
+        return self._open[item.key].memory[part.start : part.stop]
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Do nothing: the files stay."""
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def begin(self, sizes: Mapping[str, int], operation: str) -> None:
+        """Get a file for each key, of so many bytes. Blocks.
+
+        Files come from snapshots that are not live and that nobody reads, of this rank and of ranks that are not on
+        this host any more, and only then from free memory. What dead processes have left unmarked goes the same way.
+
+        Args:
+            sizes: bytes of each data file of the save.
+            operation: id of the save.
+
+        Raises:
+            StorageError: there is no room.
+
+        """
+        with self.folder.arranging():
+            free = self._freed(operation, sizes.values())
+            self._open = {}
+            missing = {}
+            for key, nbytes in sizes.items():
+                path = self.folder.root / key
+                path.parent.mkdir(0o700, exist_ok=True)
+                old = self._chosen(free, nbytes)
+                if old is None:
+                    missing[path] = nbytes
+                    continue
+                free.remove(old)
+                old.rename(path)
+                self._open[key] = self._of(path, nbytes)
+            for path in free:
+                self._mapped.pop(_inode(path), None)  # the next file may get its number
+                path.unlink()
+            for path, nbytes in missing.items():
+                self._make(path, nbytes)
+                self._open[path.relative_to(self.folder.root).as_posix()] = self._of(path, nbytes)
+            alive = {_inode(path) for paths in self.folder.data_files().values() for path in paths}
+        self._mapped = {inode: each for inode, each in self._mapped.items() if inode in alive}
+
+    def _freed(self, operation: str, sizes: Collection[int]) -> list[Path]:
+        """Take the files of snapshots that nobody needs; return them.
+
+        Before the first snapshot of this job that all ranks have marked, older ones may still be needed. So of these
+        go only as many as this one takes, the oldest first.
+        """
+        there, ages = self.folder.data_files(), self.folder.ages()
+        free: list[Path] = []
+        for mark, paths in sorted(there.items(), key=lambda each: ages.get(each[0], -1.0)):
+            if mark.operation == operation or mark.operation in self.live:
+                continue
+            if mark.rank != self.rank and self.folder.is_member(mark.rank):
+                continue
+            if mark in ages and not self.live and not _missing(sizes, free):
+                continue
+            if mark not in ages or self.folder.take(mark):
+                free += paths
+        return free
+
+    def _chosen(self, free: list[Path], nbytes: int) -> Path | None:
+        """Return a free file of this size, a mapped one by preference."""
+        fits = [path for path in free if path.stat().st_size == nbytes]
+        return min(fits, key=lambda path: _inode(path) not in self._mapped, default=None)
+
+    def _of(self, path: Path, nbytes: int) -> Kept:
+        """Map a file, unless this process has it mapped."""
+        inode = _inode(path)
+        if inode not in self._mapped:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                self._mapped[inode] = Kept(map_file(fd, nbytes, pinned=self._pinned), nbytes)
+            finally:
+                os.close(fd)
+        return self._mapped[inode]
+
+    def _make(self, path: Path, nbytes: int) -> None:
+        """Make a file with all of its memory: a write to memory that is not there would kill the process (SIGBUS)."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            self._mapped.pop(_inode(path), None)  # that of a file that somebody has deleted
+            fallocate(fd, nbytes)
+        except OSError as error:
+            path.unlink()
+            if error.errno != errno.ENOSPC:
+                raise
+            room = os.statvfs(self.folder.root)
+            left, all_of_it = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+            raise StorageError(
+                f"{self.folder.root} has {left} of {all_of_it} bytes left, and the snapshot of rank {self.rank} "
+                f"needs {nbytes} more for {path.name}: give the file system more room (mount -o remount,size=...)"
+            ) from error
+        finally:
+            os.close(fd)
+
+
+def _missing(sizes: Collection[int], free: Collection[Path]) -> bool:
+    """Whether there is no file for some of these sizes."""
+    return bool(Counter(sizes) - Counter(path.stat().st_size for path in free))
+
+
+def _inode(path: Path) -> Inode:
+    status = path.stat()
+    return status.st_dev, status.st_ino

@@ -1,0 +1,182 @@
+"""A save into the memory of the hosts: plan, copy, mark. Agents make it durable, whether this process lives or not.
+
+Storage is not asked for anything, so training goes on while it is silent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from bcp import _save as saving
+from bcp._agree import capture_error, collective_operation, gather_broadcast, no_answer
+from bcp._job import SaveJob
+from bcp._messages.tiers import Intent, KnownLayout
+from bcp._workflow import edited
+from bcp.errors import BcpError
+from bcp.format.container import digest
+from bcp.format.receipt import encode_receipt
+from bcp.pipeline import unwrap_stage_errors
+from bcp.protocols import Agreement, ObjectKey
+from bcp.runtime.threads import (
+    collect_failure_garbage,
+    in_thread,
+    in_thread_even_if_cancelled,
+    in_thread_gc_paused,
+    low_priority_threads,
+)
+from bcp.stages.items import PartReceipt, WriteItem
+from bcp.stages.save import SaveContext, Writers, blocks_of, snapshot_graph
+from bcp.tiers.folder import Mark
+from bcp.tiers.memory import TierMemory
+
+__all__ = ["Aim", "KeptResult", "akeep"]
+
+NO_DIGEST = bytes(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What is to become of a snapshot.
+
+    Attributes:
+        step: of the training.
+        place: of the checkpoint below the durable root, as in "step-00001000"; empty for the root itself.
+        durable: whether it shall go to durable storage while the job lives. When it has died, its newest one goes.
+        replaces: operation of the checkpoint that it may replace there; empty for none.
+    """
+
+    step: int
+    place: str
+    durable: bool = True
+    replaces: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResult:
+    """A snapshot that all ranks have marked.
+
+    Attributes:
+        operation: id of the save.
+        rank: this rank.
+        nbytes: bytes of this rank's files in memory.
+        seconds: how long it took.
+        blocking_seconds: until the caller could go on.
+    """
+
+    operation: str
+    rank: int
+    nbytes: int
+    seconds: float
+    blocking_seconds: float
+
+
+@collect_failure_garbage()
+async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> KeptResult:
+    """Plan, copy into the files of the memory, mark. The snapshot outlives this process when its caller goes on."""
+    with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
+        async with job.opened, collective_operation(job.operation) as agreement:
+            with job.watch.phase("plan"):
+                stock = await capture_error(in_thread_gc_paused(snapshot.take_stock)) if refusal is None else refusal
+                held, opening, plan, planned = await saving.plan_writes(agreement, job, stock, snapshot.fence)
+                job.watch.join(opening.operation, opening.trace)
+                items = await in_thread_gc_paused(
+                    saving.write_items, held, plan, opening.operation, job.rank, job.options
+                )
+                values = await in_thread(saving.owned_values, job, held, plan)
+                layout = await _layout(agreement, job, memory, planned.layout if planned else b"")
+            mark = Mark(opening.operation, job.rank)
+            try:
+                with job.watch.phase("write"):
+                    intent = partial(_intent, job, items, values, opening.operation, layout, held.framework, aim)
+                    await in_thread_gc_paused(lambda: memory.folder.prepare(intent()))
+                    await _copy(job, items, snapshot, memory, opening.operation)
+                    await in_thread(memory.folder.mark, mark)
+            except BaseException:
+                await in_thread_even_if_cancelled(partial(memory.folder.forget, mark))
+                raise
+            snapshot.let_go_on()
+            with job.watch.phase("commit"):
+                await gather_broadcast(agreement, "kept", job.rank, b"", no_answer)
+            memory.live = frozenset({opening.operation})
+    nbytes = sum(item.nbytes for item in items)
+    return KeptResult(opening.operation, job.rank, nbytes, job.watch.seconds, snapshot.seconds)
+
+
+async def _layout(agreement: Agreement, job: SaveJob, memory: TierMemory, layout: bytes) -> bytes:
+    """Let each host have the layout, which rank 0 knows; return its digest."""
+
+    async def answer(known: Sequence[bytes]) -> bytes:
+        name = digest(layout)
+        return KnownLayout(name, b"" if all(each == name for each in known) else layout).encode()
+
+    told = KnownLayout.decode(await gather_broadcast(agreement, "layout", job.rank, memory.layout, answer), sender=0)
+    if told.layout:
+        await in_thread(memory.folder.put_layout, told.layout)
+    memory.layout = told.digest
+    return told.digest
+
+
+def _intent(
+    job: SaveJob,
+    items: Sequence[WriteItem],
+    values: Mapping[ObjectKey, str],
+    operation: str,
+    layout: bytes,
+    framework: str,
+    aim: Aim,
+) -> Intent:
+    """Say what the files of this rank will be; all is known before they are copied, but for digests."""
+    stored = []
+    for item in items:
+        blocks = blocks_of(item, saving.BLOCK_BYTES)
+        stored.append(PartReceipt(item.part, item.part.start, item.nbytes, blocks, (NO_DIGEST,) * len(blocks)))
+    receipt = saving.make_receipt(items, stored, values, operation, job.rank, job.options)
+    return Intent(
+        rank=job.rank,
+        world_size=job.world_size,
+        operation=operation,
+        place=aim.place,
+        step=aim.step,
+        framework=framework,
+        part_bytes=job.options.part_bytes,
+        layout=layout,
+        receipt=encode_receipt(receipt),
+        durable=aim.durable,
+        replaces=aim.replaces,
+        metrics={name: value for name, value in job.metrics.items() if math.isfinite(value)},
+        user=json.dumps(dict(job.options.metadata)).encode(),
+    )
+
+
+async def _copy(
+    job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot, memory: TierMemory, operation: str
+) -> None:
+    """Copy all parts to their places in the files."""
+    options = job.options
+    sizes: dict[str, int] = {}
+    for item in items:
+        sizes[item.key] = max(sizes.get(item.key, 0), item.part.stop)
+    changing = [item for item in items if not item.is_steady]
+    job.watch.contents = partial(saving.contents, {item.name: item for item in items})
+    job.watch.nbytes = sum(item.nbytes for item in items)
+    budget = snapshot.lend(items)
+    with ExitStack() as stack:
+        stack.callback(snapshot.release)
+        stack.enter_context(low_priority_threads(nice=options.nice, io=options.ionice))
+        await in_thread(memory.begin, sizes, operation)
+        context = SaveContext(memory, Writers(), saving.BLOCK_BYTES, snapshot.fence, len(changing), snapshot.copied)
+        graph = edited(snapshot_graph(context, copy_workers=options.copy_workers), options.edit)
+        if not changing:
+            await snapshot.copied()
+        with unwrap_stage_errors():
+            kept = await graph.run(items, budget=budget, observe=job.watch)
+    for item, blob in zip(items, kept, strict=True):
+        if blob.nbytes != item.nbytes:
+            raise BcpError(
+                f"{item.name} has {blob.nbytes} bytes where {item.nbytes} were planned: a custom stage did it"
+            )
