@@ -26,7 +26,7 @@ from bcp._messages.tiers import Intent
 from bcp.backends import LocalBackend
 from bcp.errors import CheckpointError, CorruptError, InputError, StorageError
 from bcp.format.container import digest
-from bcp.format.metadata import data_key, receipt_key
+from bcp.format.metadata import OPERATION, data_key, receipt_key
 from bcp.format.receipt import Receipt
 from bcp.plan.shards import KINDS
 from bcp.runtime.process import in_forked_child
@@ -34,9 +34,10 @@ from bcp.tiers.intent import decode_intent, encode_intent
 
 __all__ = ["Held", "Mark", "Member", "NodeFolder", "keys_of"]
 
-INTENTS, LAYOUTS, MEMBERS, LOCK = "intents", "layouts", "members", "lock"
+INTENTS, LAYOUTS, MEMBERS, ENDED, LOCK = "intents", "layouts", "members", "ended", "lock"
 NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
 STEM = re.compile(r"(?:[0-9a-f]{2}-)?([0-9]{5,10})-([0-9a-f]{16})")
+SERVED = "served"
 PRIVATE = 0o700
 
 
@@ -112,7 +113,7 @@ class NodeFolder:
             with suppress(FileExistsError):
                 root.mkdir(PRIVATE)
             _check_private(root)
-            for name in (INTENTS, LAYOUTS, MEMBERS):
+            for name in (INTENTS, LAYOUTS, MEMBERS, ENDED):
                 (root / name).mkdir(PRIVATE, exist_ok=True)
 
     def __repr__(self) -> str:
@@ -158,15 +159,17 @@ class NodeFolder:
             return True
 
     @contextmanager
+    def serving(self) -> Iterator[bool]:
+        """Be the one agent of this host; False if there is one already."""
+        with self._opened_lock(SERVED) as fd:
+            yield _locked(fd, fcntl.LOCK_EX)
+
+    @contextmanager
     def arranging(self) -> Iterator[None]:
         """Let no other process of the host take files and give them new names meanwhile."""
-        with _told(self.root / LOCK):
-            fd = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
+        with self._opened_lock(LOCK) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(fd)
 
     def join(self, rank: int) -> Member:
         """Be a rank of this host until the member is closed, or this process ends; inside of :meth:`arranging`.
@@ -185,6 +188,12 @@ class NodeFolder:
             f"another process is rank {rank} in {self.root}: each job needs a folder of its own, and an older process "
             "of this job has to end first"
         )
+
+    def members(self) -> list[int]:
+        """Return the ranks of this host whose processes live, in order."""
+        with self.arranging():
+            names = sorted(path.name for path in (self.root / MEMBERS).iterdir())
+            return [int(name) for name in names if name.isdecimal() and self.is_member(int(name))]
 
     def is_member(self, rank: int) -> bool:
         """Whether a living process of this host is that rank; inside of :meth:`arranging`."""
@@ -206,6 +215,30 @@ class NodeFolder:
                     if name := STEM.fullmatch(path.stem):
                         found.setdefault(Mark(name[2], int(name[1])), []).append(path)
         return found
+
+    # -- what has become of saves ------------------------------------------------------------------
+
+    def end(self, operation: str, outcome: str) -> None:
+        """Note what has become of a save; nobody makes it durable again."""
+        path = self.root / ENDED / operation
+        with _told(path):
+            _write(path, outcome.encode())
+
+    def ended(self) -> dict[str, str]:
+        """Return what has become of each save that has ended, by its operation."""
+        found = {}
+        with _told(self.root):
+            for path in (self.root / ENDED).iterdir():
+                if OPERATION.fullmatch(path.name):
+                    found[path.name] = path.read_text()
+        return found
+
+    def forget_ended(self) -> None:
+        """Remove the notes of saves that have no marks any more."""
+        marked = {mark.operation for mark in self.marks()}
+        with _told(self.root):
+            for operation in self.ended().keys() - marked:
+                (self.root / ENDED / operation).unlink(missing_ok=True)
 
     # -- readers -----------------------------------------------------------------------------------
 
@@ -261,6 +294,15 @@ class NodeFolder:
         return data
 
     # -- details -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _opened_lock(self, name: str) -> Iterator[int]:
+        with _told(self.root / name):
+            fd = os.open(self.root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def _path(self, mark: Mark) -> Path:
         return self.root / INTENTS / mark.name

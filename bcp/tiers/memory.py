@@ -41,6 +41,7 @@ class TierMemory:
         folder: of the host.
         rank: whose files these are.
         live: operations whose snapshots a recovery may need. They are the newest ones that all ranks have marked.
+        promised: operations of the snapshots that shall go to durable storage, oldest first.
         layout: digest of the layout of the last save; empty before the first.
     """
 
@@ -56,6 +57,7 @@ class TierMemory:
         with folder.arranging():
             self._member = folder.join(rank)
         self.live: frozenset[str] = frozenset()
+        self.promised: list[str] = []
         self.layout = b""
         self._mapped: dict[Inode, Kept] = {}
         self._open: dict[str, Kept] = {}
@@ -121,12 +123,14 @@ class TierMemory:
         """Take the files of snapshots that nobody needs; return them.
 
         Before the first snapshot of this job that all ranks have marked, older ones may still be needed. So of these
-        go only as many as this one takes, the oldest first.
+        go only as many as this one takes, the oldest first. The newest one that was promised to storage, and is not
+        there, stays, too.
         """
-        there, ages = self.folder.data_files(), self.folder.ages()
+        there, ages, ended = self.folder.data_files(), self.folder.ages(), self.folder.ended()
+        promised = next((each for each in reversed(self.promised) if each not in ended), None)
         free: list[Path] = []
         for mark, paths in sorted(there.items(), key=lambda each: ages.get(each[0], -1.0)):
-            if mark.operation == operation or mark.operation in self.live:
+            if mark.operation in (operation, promised) or mark.operation in self.live:
                 continue
             if mark.rank != self.rank and self.folder.is_member(mark.rank):
                 continue

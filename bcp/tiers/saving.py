@@ -103,6 +103,8 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> KeptResult:
             with job.watch.phase("commit"):
                 await gather_broadcast(agreement, "kept", job.rank, b"", no_answer)
             memory.live = frozenset({opening.operation})
+            if aim.durable:
+                memory.promised.append(opening.operation)
     nbytes = sum(item.nbytes for item in items)
     return KeptResult(opening.operation, job.rank, nbytes, job.watch.seconds, snapshot.seconds)
 

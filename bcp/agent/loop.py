@@ -1,0 +1,144 @@
+"""An agent's life: it looks for snapshots that shall be durable, and goes on until they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
+
+import anyio
+
+from bcp._log import log
+from bcp._messages.tiers import Intent
+from bcp._text import shown
+from bcp.agent.commit import Outcome
+from bcp.agent.generation import advance
+from bcp.backends import child, resolve
+from bcp.errors import BcpError, CorruptError
+from bcp.protocols import Backend
+from bcp.runtime.threads import in_thread
+from bcp.tiers.folder import Mark, NodeFolder
+
+__all__ = ["Agent"]
+
+LONGEST_PAUSE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The marks of one save on this host.
+
+    Attributes:
+        intent: that of one of its ranks.
+        marks: of all of its ranks on this host.
+    """
+
+    intent: Intent
+    marks: Sequence[Mark]
+
+
+@dataclass(slots=True)
+class Agent:
+    """The agent of one host.
+
+    Attributes:
+        folder: the host's memory.
+        durable: path or URL of durable storage, below which each snapshot has its place.
+        node: name of the host, as part of a key.
+        poll_seconds: how often it looks for new snapshots.
+        patience_seconds: without trainers, how long it waits for other hosts before it takes an older snapshot, too.
+        linger_seconds: how long it goes on after the last trainer of the host has ended.
+    """
+
+    folder: NodeFolder
+    durable: str
+    node: str
+    poll_seconds: float = 0.5
+    linger_seconds: float = 3600.0
+    patience_seconds: float = 30.0
+    _failures: dict[str, int] = field(default_factory=dict)
+    _next_try: dict[str, float] = field(default_factory=dict)
+    _waits_since: dict[str, float] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Serve until the trainers have ended and their newest snapshot is durable, or for ``linger_seconds`` longer.
+
+        It waits as long for the first trainer.
+        """
+        store = await in_thread(resolve, self.durable)
+        alone_since, has_seen = time.monotonic(), False
+        try:
+            while True:
+                is_alone = not await in_thread(self.folder.members)
+                has_seen = has_seen or not is_alone or bool(await in_thread(self.folder.marks))
+                alone_since = alone_since if is_alone else time.monotonic()
+                is_idle = has_seen and await self.round(store, is_alone=is_alone)
+                if is_alone and (is_idle or time.monotonic() - alone_since > self.linger_seconds):
+                    return
+                await anyio.sleep(self.poll_seconds)
+        finally:
+            await store.aclose()
+
+    async def round(self, store: Backend, *, is_alone: bool) -> bool:
+        """Go on with each snapshot that shall be durable, the newest first; return whether there is nothing to do.
+
+        Args:
+            store: the durable root.
+            is_alone: no trainer lives here, so that the newest snapshot shall be durable whatever was planned.
+
+        """
+        waiting, is_next = False, is_alone
+        for generation in await in_thread(self._generations):
+            intent = generation.intent
+            if not intent.durable and not is_next:
+                continue
+            is_next = is_next and self._is_stuck(intent.operation)
+            if time.monotonic() < self._next_try.get(intent.operation, 0.0):
+                waiting = True
+                continue
+            outcome = await self._advance(generation, child(store, intent.place) if intent.place else store)
+            if outcome in (Outcome.COMMITTED, Outcome.REFUSED):
+                await in_thread(self.folder.end, intent.operation, outcome.name)
+                log.info("a snapshot has ended", step=intent.step, operation=intent.operation, outcome=outcome.value)
+            if outcome in (None, Outcome.WAITING):
+                waiting = True
+                self._waits_since.setdefault(intent.operation, time.monotonic())
+        await in_thread(self.folder.forget_ended)
+        return not waiting
+
+    async def _advance(self, generation: Generation, store: Backend) -> Outcome | None:
+        """Go on with one snapshot; None after a failure, which is logged. The next try is later each time."""
+        intent = generation.intent
+        path = f"{self.durable.rstrip('/')}/{intent.place}".rstrip("/")
+        try:
+            outcome = await advance(self.folder, generation.marks, store, path, self.node)
+        except (BcpError, OSError) as error:
+            count = self._failures[intent.operation] = self._failures.get(intent.operation, 0) + 1
+            pause = min(self.poll_seconds * 2**count, LONGEST_PAUSE_SECONDS)
+            self._next_try[intent.operation] = time.monotonic() + pause
+            log.warning("a snapshot is not durable yet", path=shown(path), step=intent.step, error=str(error))
+            if isinstance(error, CorruptError):
+                await in_thread(self.folder.end, intent.operation, f"DAMAGED: {error}")
+            return None
+        self._failures.pop(intent.operation, None)
+        return outcome
+
+    def _is_stuck(self, operation: str) -> bool:
+        """Whether a snapshot has been waiting for other hosts for long: they may never have had it."""
+        since = self._waits_since.get(operation)
+        return since is not None and time.monotonic() - since > self.patience_seconds
+
+    def _generations(self) -> list[Generation]:
+        """List the saves on this host that have not ended, the newest first."""
+        ended, ages = self.folder.ended(), self.folder.ages()
+        found: list[tuple[float, Generation]] = []
+        for operation, marks in groupby(sorted(ages), attrgetter("operation")):
+            own = list(marks)
+            if operation in ended:
+                continue
+            with self.folder.holding(own[0]) as held:
+                if held is not None:
+                    found.append((max(ages[mark] for mark in own), Generation(held.intent, own)))
+        return [generation for _, generation in sorted(found, key=lambda each: -each[0])]
