@@ -14,10 +14,12 @@ import accelerate
 from torch.utils.data import RandomSampler, SequentialSampler
 
 import bcp
+from bcp.integrations.common import check_version
 
 __all__ = ["run"]
 
 _COLLECTED = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "scaler", "step")
+_OLDEST = "1.13", "older ones resume at another position in the data, where there are several ranks"
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 
@@ -34,7 +36,7 @@ def run(accelerator: accelerate.Accelerator, path: str | os.PathLike[str], **opt
 
     Raises:
         InputError: nothing was prepared, a dataloader's order cannot be resumed, the kind of training is not supported,
-            or this version of Accelerate keeps its objects elsewhere.
+            or this version of Accelerate is older than 1.13 or keeps its objects elsewhere.
 
     Example::
 
@@ -42,6 +44,7 @@ def run(accelerator: accelerate.Accelerator, path: str | os.PathLike[str], **opt
         step = run.resume()
 
     """
+    check_version("accelerate", accelerate.__version__, *_OLDEST)
     missing = [name for name in _COLLECTED if not hasattr(accelerator, name)]
     if missing:
         raise bcp.InputError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import bcp
 
-__all__ = ["HostState", "check_methods", "check_settings", "step_of"]
+__all__ = ["HostState", "check_methods", "check_settings", "check_version", "step_of"]
 
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -44,6 +45,27 @@ def check_methods(
                 f"bcp needs {owner.__name__}.{name}({', '.join(expected)}), and {package} {version} {there}: "
                 f"install a version that docs/integrations/{package}.md lists"
             )
+
+
+def check_version(package: str, version: str, oldest: str, why: str) -> None:
+    """Check that a trainer is new enough to resume as it would have gone on.
+
+    Args:
+        package: of the trainer.
+        version: of the package.
+        oldest: the first version that resumes right, as in "2.5".
+        why: what older ones do wrong.
+
+    Raises:
+        InputError: the version is older.
+
+    Example:
+        >>> check_version("trainers", "2.10.1", "2.5", "older ones repeat samples")
+
+    """
+    numbers = [[int(number) for number in re.findall(r"\d+", each)[:2]] for each in (version, oldest)]
+    if numbers[0] < numbers[1]:
+        raise bcp.InputError(f"bcp needs {package} {oldest} or newer, and this is {version}: {why}")
 
 
 def _parameters(method: Any, owner: Any) -> list[str]:

@@ -109,6 +109,10 @@ def test_what_cannot_be_resumed_is_refused_by_name(tmp_path, monkeypatch):
         patch.setattr(type(accelerator), "distributed_type", accelerate.DistributedType.DEEPSPEED)
         with pytest.raises(bcp.InputError, match="DEEPSPEED is not supported"):
             run(accelerator, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(accelerate, "__version__", "1.12.0")
+        with pytest.raises(bcp.InputError, match=r"needs accelerate 1\.13 or newer, and this is 1\.12\.0"):
+            run(accelerator, tmp_path / "run")
     monkeypatch.delattr(accelerator, "_custom_objects")
     with pytest.raises(bcp.InputError, match=rf"accelerate {accelerate.__version__} has no _custom_objects"):
         run(accelerator, tmp_path / "run")

@@ -216,6 +216,10 @@ def test_a_strategy_that_cannot_save_is_refused(tmp_path, monkeypatch):
         lightning.Trainer(strategy=save.strategy(), accelerator="cpu", logger=False, enable_checkpointing=False).fit(
             Net(), torch.utils.data.DataLoader(torch.rand(4, 4))
         )
+    with monkeypatch.context() as patch:
+        patch.setattr(lightning, "__version__", "2.4.0")
+        with pytest.raises(bcp.InputError, match=r"needs lightning 2\.5 or newer, and this is 2\.4\.0"):
+            host.BcpCheckpoint(str(tmp_path / "run"))
     known = lightning.strategies
     for kind in (known.FSDPStrategy, known.DeepSpeedStrategy, "ddp_spawn", int):
         with pytest.raises(bcp.InputError, match="do not work; use"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from host_side import report, save_options, tiny_llama
 
 torch.set_num_threads(1)
@@ -82,6 +83,10 @@ def arguments() -> dict[str, Any]:
             "reshard_after_forward": True,
             "state_dict_type": "SHARDED_STATE_DICT",
         }
+        if transformers.__version__ < "5":  # the version is for accelerate; the rest is for accelerators, and a default
+            os.environ |= {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+            chosen["fsdp"] = "full_shard auto_wrap"
+            chosen["fsdp_config"] |= {"sync_module_states": "false", "cpu_ram_efficient_loading": "false"}
     for stage in (2, 3):
         if f"zero{stage}" in MODES:
             chosen["deepspeed"] = {

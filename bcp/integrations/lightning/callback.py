@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.utils._pytree import tree_leaves
 
 import bcp
-from bcp.integrations.common import check_methods, step_of
+from bcp.integrations.common import check_methods, check_version, step_of
 from bcp.integrations.lightning.strategies import strategy_of
 
 __all__ = ["BcpCheckpoint"]
@@ -30,6 +30,7 @@ EVENTS = {
     "on_exception": ("trainer", "pl_module", "exception"),
     "teardown": (),
 }
+OLDEST = "2.5", "older ones resume at another sample, where a step accumulates gradients"
 SIGNALS = signal.SIGTERM, signal.SIGUSR1  # Lightning's handlers raise in an epoch, or save inside of the handler
 
 
@@ -46,7 +47,8 @@ class BcpCheckpoint(Callback):
         run: that of the last ``fit()``; None before the first.
 
     Raises:
-        InputError: an argument of the run cannot be used, or this version of Lightning has other methods.
+        InputError: an argument of the run cannot be used, or this version of Lightning is older than 2.5 or has other
+            methods.
 
     Example::
 
@@ -57,6 +59,7 @@ class BcpCheckpoint(Callback):
     """
 
     def __init__(self, path: str, *, save: Any = 1000, wait_for_validation: bool = False, **options: Any) -> None:
+        check_version("lightning", lightning.__version__, *OLDEST)
         check_methods(Callback, EVENTS, "lightning", lightning.__version__, replaced_by=BcpCheckpoint)
         self.run: bcp.Run | None = None
         self._path, self._waits = os.fspath(path).rstrip("/"), wait_for_validation

@@ -49,7 +49,9 @@ class BcpCallback(transformers.TrainerCallback):
         is_new = self._fresh or not self.run.choose({"trainer": self._state}, step=step)
         with tempfile.TemporaryDirectory() as folder:  # the host reads its step from a file, before it has the model
             if not is_new:
-                Path(folder, "trainer_state.json").write_text(self._state.loaded["json"])
+                now = {"train_batch_size": self.trainer.args.train_batch_size}  # else 4.57 takes that of other ranks
+                state = json.loads(self._state.loaded["json"]) | now
+                Path(folder, "trainer_state.json").write_text(json.dumps(state))
             yield None if is_new else folder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import bcp
-from bcp.integrations.common import check_methods
+from bcp.integrations.common import check_methods, check_version
 
 
 class Trainer:
@@ -51,3 +51,14 @@ def test_methods_that_take_all_parameters(replaced_by: type | None) -> None:
 def test_methods_that_are_others(methods: dict[str, tuple[str, ...]], replaced_by: type | None, words: str) -> None:
     with pytest.raises(bcp.InputError, match=words):
         check_methods(Trainer, methods, "trainers", "2.0", replaced_by)
+
+
+@pytest.mark.parametrize("version", ["2.5", "2.5.0", "2.5.0.post0", "2.10.1", "3.0.0rc1"])
+def test_versions_that_are_new_enough(version: str) -> None:
+    check_version("trainers", version, "2.5", "older ones repeat samples")
+
+
+@pytest.mark.parametrize("version", ["2.4.9", "1.30", "0.1.dev0"])
+def test_versions_that_are_too_old(version: str) -> None:
+    with pytest.raises(bcp.InputError, match=rf"bcp needs trainers 2\.5 or newer, and this is {version}: older ones"):
+        check_version("trainers", version, "2.5", "older ones repeat samples")
