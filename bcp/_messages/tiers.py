@@ -10,7 +10,16 @@ import msgspec
 from bcp._messages.base import Count, Message, Rank, expect, prepare
 from bcp._messages.planning import DIGEST_BYTES
 
-__all__ = ["Drained", "Intent", "KnownLayout"]
+__all__ = [
+    "Digested",
+    "Drained",
+    "HeldRanks",
+    "Holdings",
+    "Intent",
+    "KnownLayout",
+    "MadeMetadata",
+    "Recovery",
+]
 
 OPERATION = re.compile(r"[0-9a-f]{16}")
 PLACE = re.compile(r"(?:[A-Za-z0-9_@+=][A-Za-z0-9._@+=-]*(?:/[A-Za-z0-9_@+=][A-Za-z0-9._@+=-]*)*)?")
@@ -51,6 +60,64 @@ class KnownLayout(Message, frozen=True):
 
     digest: Digest
     layout: bytes  # encoded; empty if all ranks have kept it before
+
+
+class HeldRanks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The marked files of one save on one host."""
+
+    operation: str
+    step: Count
+    world_size: Count
+    ranks: bytes  # int64[n]
+
+    def __post_init__(self) -> None:
+        expect(
+            OPERATION.fullmatch(self.operation) is not None and len(self.ranks) % 8 == 0,
+            reason=f"operation {self.operation!r} with {len(self.ranks)} bytes of ranks",
+        )
+
+
+class Holdings(Message, frozen=True):
+    """What one reader's host has in memory."""
+
+    node: str  # name of the host, the same for all of its ranks
+    held: tuple[HeldRanks, ...]
+
+
+class Recovery(Message, frozen=True):
+    """The snapshot to recover from, and one reader's part in it."""
+
+    operation: str  # empty if no snapshot is whole
+    step: Count
+    reasons: tuple[str, ...]  # why newer ones are not whole
+    nodes: tuple[str, ...] = ()  # names of all hosts, by their number
+    holder: bytes = b""  # int64[p], hosts
+    begin: bytes = b""  # int64[n + 1]: those of each saved rank are at begin[r] to begin[r + 1]
+    digests: bytes = b""  # int64[k], saved ranks whose files this reader digests
+    tells: bool = False  # whether this reader tells intent and layout
+
+
+class Digested(Message, frozen=True):
+    """One reader's digests of receipts; or its error."""
+
+    ranks: bytes  # int64[k]
+    receipts: bytes  # 16 bytes for each
+    intent: bytes = b""  # the intent of one rank, without its receipt
+    layout: bytes = b""  # that the intent names
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        expect(
+            len(self.ranks) % 8 == 0 and len(self.receipts) == 2 * len(self.ranks),
+            reason=f"{len(self.ranks)} bytes of ranks with {len(self.receipts)} bytes of digests",
+        )
+
+
+class MadeMetadata(Message, frozen=True):
+    """The metadata as a commit would have stored them; empty if the files of a host are damaged, to look again."""
+
+    metadata: bytes
+    reason: str = ""
 
 
 class Drained(Message, frozen=True):

@@ -7,21 +7,19 @@ its host comes back.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from enum import Enum
 
 from bcp._deletion import Committed, delete_unnamed, read_committed, swept
 from bcp._messages.planning import Written
 from bcp._messages.tiers import Drained, Intent
-from bcp._version import __version__
 from bcp._written import check_written, decode_written
 from bcp.agent.drain import DRAIN
 from bcp.backends.small import get_small
-from bcp.format.metadata import METADATA_KEY, Commit, encode_metadata, operation_of
+from bcp.format.metadata import METADATA_KEY, encode_metadata, operation_of
 from bcp.protocols import Backend, ObjectInfo
 from bcp.runtime.threads import in_thread_gc_paused
+from bcp.tiers.intent import commit_of
 
 __all__ = ["Outcome", "commit"]
 
@@ -60,26 +58,12 @@ async def commit(store: Backend, path: str, intent: Intent, layout: bytes) -> Ou
         return Outcome.WAITING
     listed = await store.list()
     await check_written(store, path, written, listed, intent.operation, encoded=False)
-    data = encode_metadata(layout, _record(intent, written))
+    data = encode_metadata(layout, commit_of(intent, b"".join(each.digest for each in written)))
     if await store.put_if(METADATA_KEY, data, version) is None:
         return Outcome.WAITING  # somebody else was quicker: the next call finds out who
     with swept(path, intent.operation):
         await _sweep(store, listed, found, intent.operation)
     return Outcome.COMMITTED
-
-
-def _record(intent: Intent, written: Sequence[Written]) -> Commit:
-    return Commit(
-        operation=intent.operation,
-        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        framework=intent.framework,
-        codecs=(),
-        part_bytes=intent.part_bytes,
-        version=__version__,
-        receipts=b"".join(each.digest for each in written),
-        metrics=intent.metrics,
-        user=json.loads(intent.user),
-    )
 
 
 async def _written(store: Backend, intent: Intent) -> list[Written] | None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime
+
 from bcp._messages.tiers import Intent
+from bcp._version import __version__
 from bcp.errors import CorruptError, MessageError
 from bcp.format.container import seal, unseal
+from bcp.format.metadata import Commit
 from bcp.format.receipt import Receipt, decode_receipt
 
-__all__ = ["decode_intent", "encode_intent"]
+__all__ = ["commit_of", "decode_intent", "encode_intent"]
 
 MAGIC = b"BCPINTN"
 
@@ -37,3 +42,24 @@ def decode_intent(data: bytes, where: str) -> tuple[Intent, Receipt]:
             f"{receipt.rank} in {receipt.operation}"
         )
     return intent, receipt
+
+
+def commit_of(intent: Intent, receipts: bytes) -> Commit:
+    """Return the commit that the intents of a save describe.
+
+    Args:
+        intent: of any rank.
+        receipts: digests of the receipts of all ranks, 16 bytes each, by rank.
+
+    """
+    return Commit(
+        operation=intent.operation,
+        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        framework=intent.framework,
+        codecs=(),
+        part_bytes=intent.part_bytes,
+        version=__version__,
+        receipts=receipts,
+        metrics=intent.metrics,
+        user=json.loads(intent.user),
+    )

@@ -217,7 +217,7 @@ def test_a_strategy_that_cannot_save_is_refused(tmp_path, monkeypatch):
             Net(), torch.utils.data.DataLoader(torch.rand(4, 4))
         )
     with monkeypatch.context() as patch:
-        patch.setattr(lightning, "__version__", "2.4.0")
+        patch.setattr("lightning.__version__", "2.4.0")
         with pytest.raises(bcp.InputError, match=r"needs lightning 2\.5 or newer, and this is 2\.4\.0"):
             host.BcpCheckpoint(str(tmp_path / "run"))
     known = lightning.strategies

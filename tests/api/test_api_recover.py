@@ -1,0 +1,264 @@
+"""A job comes back from the memories of its hosts: on other ranks, in another layout, without a byte from storage."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tasks import on_ranks
+
+import bcp
+from bcp._calls import keep_call
+from bcp.backends import LocalBackend
+from bcp.errors import CorruptError, StorageError
+from bcp.extend import LoadTargets, LocalShards, ShardRow, ShardTable, TensorMeta
+from bcp.protocols import States
+from bcp.testing.storage_fakes import CountingBackend
+from bcp.tiers.folder import Mark, NodeFolder
+from bcp.tiers.memory import TierMemory
+from bcp.tiers.recovery import Found, find_whole
+from bcp.tiers.saving import Aim
+
+WORLD = 4
+SHAPES = {f"w{n}": (n + 5, 301) for n in range(6)}
+OPTIONS = bcp.SaveOptions(record=False)
+LOADING = bcp.LoadOptions(record=False)
+
+
+class Flat:
+    """A planner whose ranks hold equal flat intervals of each tensor."""
+
+    name = "flat"
+
+    def __init__(self, rank: int, count: int, step: int | None = None) -> None:
+        self.memory: dict[str, torch.Tensor] = {}
+        self.rows: list[ShardRow] = []
+        for fqn, shape in SHAPES.items():
+            box, meta = bcp.Box.whole(shape), TensorMeta("model", fqn, "float32", 4, shape)
+            start, stop = (box.numel * each // count for each in (rank, rank + 1))
+            self.rows.append(ShardRow(meta, box, start, stop))
+            whole = torch.full((box.numel,), -1.0) if step is None else values(fqn, step)
+            self.memory[fqn] = whole[start:stop].clone()
+
+    def _shards(self) -> LocalShards:
+        return LocalShards(ShardTable.build(self.rows), list(self.memory.values()))
+
+    def local_shards(self, _: States) -> LocalShards:
+        return self._shards()
+
+    def load_targets(self, _: States, __: Any) -> LoadTargets:
+        return LoadTargets(self._shards(), lambda _: None, lambda _: None)
+
+
+def values(fqn: str, step: int) -> torch.Tensor:
+    """Return a tensor after a step, flat."""
+    rows, columns = SHAPES[fqn]
+    return torch.arange(rows * columns, dtype=torch.float32) * (1 + int(fqn[1:])) + step
+
+
+class Hosts:
+    """Hosts with a memory each, and the jobs that run on them."""
+
+    def __init__(self, root: Path, nodes: int = 2) -> None:
+        self.root = root
+        self.folders = [NodeFolder(root / f"node-{node}") for node in range(nodes)]
+
+    def train(self, *steps: int) -> dict[int, str]:
+        """Let four ranks, two on each of two hosts, keep a snapshot of each step, and die; return their operations."""
+        memories = [TierMemory(self.folders[rank // 2], rank) for rank in range(WORLD)]
+        kept = {}
+        for step in steps:
+
+            async def call(rank: int, ranks: Any, step: int = step) -> Any:
+                planner = Flat(rank, WORLD, step)
+                states = {"model": {}, "extra_states": {"step": step}}
+                made = keep_call(memories[rank], Aim(step, f"step-{step}"), states, planner, OPTIONS, ranks)
+                return await made.run(lambda: None)
+
+            [kept[step]] = {result.operation for result in on_ranks(WORLD, call)}
+        for memory in memories:
+            memory.close()
+        return kept
+
+    def copy(self, source: int, target: int, operation: str) -> None:
+        """Copy marked files from one host to another, as agents do."""
+        here, there = self.folders[source], self.folders[target]
+        for mark, paths in here.data_files().items():
+            if mark.operation == operation:
+                for path in paths:
+                    shutil.copy(path, _made(there.root / path.relative_to(here.root)))
+        for path in (here.root / "layouts").iterdir():
+            shutil.copy(path, there.root / "layouts")
+        for path in (*here.root.glob(f"receipts/*-{operation}.arrow"), *here.root.glob(f"intents/*-{operation}")):
+            shutil.copy(path, _made(there.root / path.relative_to(here.root)))
+
+    def wipe(self, node: int) -> None:
+        shutil.rmtree(self.folders[node].root)
+        self.folders[node] = NodeFolder(self.folders[node].root)
+
+    def find(self, nodes: Sequence[int], spoilt: Mapping[str, Any] | None = None) -> list[Found | None]:
+        """Let ranks on these hosts look for a snapshot; ``spoilt`` memories are reached in the place of others."""
+
+        def reach(name: str) -> Any:
+            return (spoilt or {}).get(name) or LocalBackend(self.root / name)
+
+        async def call(rank: int, ranks: Any) -> Any:
+            return await find_whole(ranks, self.folders[nodes[rank]], f"node-{nodes[rank]}", reach, 60.0)
+
+        found = on_ranks(len(nodes), call)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return found
+
+    def load(self, found: Sequence[Found | None]) -> int:
+        """Load a snapshot on so many ranks as have found it; check every element, and return the step."""
+        planners = [Flat(rank, len(found)) for rank in range(len(found))]
+        extras = [{"step": 0} for _ in found]
+
+        async def call(rank: int, ranks: Any) -> Any:
+            own = found[rank]
+            assert own is not None
+            states = {"model": {}, "extra_states": extras[rank]}
+            return await bcp.aload(own.storage, states, framework=planners[rank], options=LOADING, coordinator=ranks)
+
+        for result in on_ranks(len(found), call):
+            if isinstance(result, BaseException):
+                raise result
+        [step] = {extra["step"] for extra in extras}
+        for fqn in SHAPES:
+            assert torch.equal(torch.cat([planner.memory[fqn] for planner in planners]), values(fqn, step)), fqn
+        return step
+
+
+def _made(path: Path) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    return path
+
+
+def read_from(found: Sequence[Found | None], name: str) -> int:
+    return sum(each.storage.read_nbytes[name] for each in found if each is not None)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Hosts:
+    return Hosts(tmp_path)
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1), (0, 1, 1), (1, 0, 1, 0, 1, 0), (1, 1, 1, 1, 1, 0, 0)])
+def test_any_number_of_ranks_on_the_same_hosts(nodes: tuple[int, ...], hosts: Hosts) -> None:
+    hosts.train(3, 4)
+    found = hosts.find(nodes)
+    assert {each.step for each in found if each} == {4}
+    assert hosts.load(found) == 4
+    assert read_from(found, "this host") > 0
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 0), (0,), (0, 1, 0), (1, 0, 1, 0, 0)])
+def test_a_host_is_wiped_whose_files_another_one_has(nodes: tuple[int, ...], hosts: Hosts) -> None:
+    """Its replacement, an empty host, takes part in the recovery, too."""
+    kept = hosts.train(4)
+    hosts.copy(1, 0, kept[4])
+    hosts.wipe(1)
+    found = hosts.find(nodes)
+    assert hosts.load(found) == 4
+
+
+def test_a_host_is_wiped_whose_files_nobody_has(hosts: Hosts) -> None:
+    """The snapshot before it is whole, and is taken; the reason is told."""
+    kept = hosts.train(3, 4)
+    hosts.copy(1, 0, kept[3])
+    hosts.wipe(1)
+    found = hosts.find((0, 0, 0))
+    assert hosts.load(found) == 3
+    assert found[0] is not None
+    assert found[0].reasons == ("step 4: no host has the files of rank 2 and 1 more",)
+
+
+def test_nothing_is_whole(hosts: Hosts) -> None:
+    hosts.train(4)
+    hosts.wipe(0)
+    assert hosts.find((0, 1)) == [None, None]
+    hosts.wipe(1)
+    assert hosts.find((0, 1, 1)) == [None] * 3
+
+
+def test_a_mark_that_is_missing_makes_the_snapshot_before_the_newest(hosts: Hosts) -> None:
+    kept = hosts.train(3, 4)
+    assert hosts.folders[1].take(Mark(kept[4], 3))
+    assert hosts.load(hosts.find((0, 1))) == 3
+
+
+def flip(folder: NodeFolder, operation: str, rank: int) -> Path:
+    """Change a bit in the middle of a rank's largest file."""
+    paths = folder.data_files()[Mark(operation, rank)]
+    path = max(paths, key=lambda each: each.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 8
+    path.write_bytes(data)
+    return path
+
+
+def test_a_flipped_bit_in_one_copy_leads_to_the_next_one(hosts: Hosts) -> None:
+    kept = hosts.train(4)
+    hosts.find((0, 1))  # all is digested, as agents do soon after the mark
+    hosts.copy(1, 0, kept[4])
+    for rank in (2, 3):
+        flip(hosts.folders[0], kept[4], rank)
+    found = hosts.find((0, 0, 1))
+    assert hosts.load(found) == 4
+    assert sum(each.storage.passed_over["this host"] for each in found if each) > 0
+
+
+def test_a_flipped_bit_in_the_only_copy_is_named(hosts: Hosts) -> None:
+    kept = hosts.train(4)
+    hosts.find((0, 1))  # all is digested
+    path = flip(hosts.folders[0], kept[4], 1)
+    with pytest.raises(bcp.BcpError, match=rf"{path.name} .* cannot be read from memory \(this host|node-0: bytes"):
+        hosts.load(hosts.find((0, 1)))
+
+
+def test_a_file_that_is_missing_before_its_digest_makes_the_host_useless(hosts: Hosts) -> None:
+    kept = hosts.train(3, 4)
+    for path in hosts.folders[1].data_files()[Mark(kept[4], 2)]:
+        path.unlink()
+    found = hosts.find((0, 1))
+    assert hosts.load(found) == 3
+    assert found[1] is not None
+    assert "has gone from" in found[1].reasons[0]
+
+
+def test_a_host_that_does_not_answer_leads_to_the_next_copy(hosts: Hosts, tmp_path: Path) -> None:
+    kept = hosts.train(4)
+    third = Hosts(tmp_path, nodes=3)
+    third.copy(1, 2, kept[4])
+    dead = CountingBackend(LocalBackend(tmp_path / "node-1"))
+    dead.before = _refuse  # type: ignore[method-assign]  # each call
+    found = third.find((0, 0, 2, 1), {"node-1": dead})
+    assert third.load(found) == 4
+
+
+async def _refuse(operation: str, key: str) -> None:
+    raise StorageError(f"no route to host for {operation} {key}")
+
+
+def test_damaged_intents_and_strangers_count_for_nothing(hosts: Hosts) -> None:
+    kept = hosts.train(3, 4)
+    (hosts.folders[0].root / "intents" / f"00000-{kept[4]}").write_bytes(b"torn")
+    (hosts.folders[0].root / "intents" / f"00007-{kept[3]}").write_bytes(b"torn")
+    assert hosts.load(hosts.find((0, 1))) == 3
+
+
+def test_the_storage_of_a_snapshot_is_read_only(hosts: Hosts) -> None:
+    hosts.train(4)
+    found = hosts.find((0, 1))[0]
+    assert found is not None
+    with pytest.raises(bcp.InputError, match="is read only"):
+        bcp.save(found.storage, {"model": {"w": torch.ones(2)}}, overwrite=True)
+    with pytest.raises(CorruptError, match="cannot be read from memory"):
+        asyncio.run(found.storage.get(f"receipts/00009-{found.operation}.arrow"))
