@@ -19,11 +19,14 @@ __all__ = [
     "KnownLayout",
     "MadeMetadata",
     "Recovery",
+    "Want",
 ]
 
 OPERATION = re.compile(r"[0-9a-f]{16}")
 PLACE = re.compile(r"(?:[A-Za-z0-9_@+=][A-Za-z0-9._@+=-]*(?:/[A-Za-z0-9_@+=][A-Za-z0-9._@+=-]*)*)?")
 """Names below a root. None begins with a dot, so that no place leads out of it."""
+
+MOST_KEY = 256
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
@@ -82,6 +85,8 @@ class Holdings(Message, frozen=True):
 
     node: str  # name of the host, the same for all of its ranks
     held: tuple[HeldRanks, ...]
+    address: str = ""  # where its agent serves
+    token: bytes = b""  # the job's secret, if the host has it
 
 
 class Recovery(Message, frozen=True):
@@ -91,6 +96,8 @@ class Recovery(Message, frozen=True):
     step: Count
     reasons: tuple[str, ...]  # why newer ones are not whole
     nodes: tuple[str, ...] = ()  # names of all hosts, by their number
+    addresses: tuple[str, ...] = ()  # where their agents serve
+    token: bytes = b""  # the job's secret, the same on all hosts from now on
     holder: bytes = b""  # int64[p], hosts
     begin: bytes = b""  # int64[n + 1]: those of each saved rank are at begin[r] to begin[r + 1]
     digests: bytes = b""  # int64[k], saved ranks whose files this reader digests
@@ -111,6 +118,17 @@ class Digested(Message, frozen=True):
             len(self.ranks) % 8 == 0 and len(self.receipts) == 2 * len(self.ranks),
             reason=f"{len(self.ranks)} bytes of ranks with {len(self.receipts)} bytes of digests",
         )
+
+
+class Want(Message, frozen=True):
+    """A request for bytes of a marked file of another host."""
+
+    key: str
+    start: Count
+    nbytes: Count  # 0: all of a small file
+
+    def __post_init__(self) -> None:
+        expect(len(self.key) <= MOST_KEY, reason=f"a key of {len(self.key)} characters")
 
 
 class MadeMetadata(Message, frozen=True):

@@ -26,6 +26,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="the job's directory on this host's tmpfs")
     parser.add_argument("durable", help="directory or URL below which checkpoints lie, as gs://bucket/run-7")
     parser.add_argument("--node", default=socket.gethostname(), help="name of this host; another one on each host")
+    parser.add_argument(
+        "--listen", default="", metavar="HOST[:PORT]", help="let other hosts of the job read at this address"
+    )
     parser.add_argument("--poll", type=float, default=0.5, metavar="SECONDS", help="how often to look for snapshots")
     parser.add_argument("--patience", type=float, default=30.0, metavar="SECONDS", help="how long to wait for others")
     parser.add_argument("--linger", type=float, default=3600.0, metavar="SECONDS", help="how long to outlive trainers")
@@ -73,6 +76,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     import anyio  # noqa: PLC0415 -- the parent has no need of it
 
     from bcp.agent.loop import Agent  # noqa: PLC0415 -- as above
+    from bcp.agent.serve import serving  # noqa: PLC0415 -- as above
     from bcp.tiers.folder import NodeFolder  # noqa: PLC0415 -- as above
 
     os.nice(10)
@@ -90,7 +94,8 @@ def _serve(arguments: argparse.Namespace) -> int:
             patience_seconds=arguments.patience,
             linger_seconds=arguments.linger,
         )
-        anyio.run(agent.run)
+        with serving(folder, arguments.listen):
+            anyio.run(agent.run)
     return 0
 
 

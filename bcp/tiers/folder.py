@@ -37,7 +37,7 @@ __all__ = ["Held", "Mark", "Member", "NodeFolder", "keys_of"]
 INTENTS, LAYOUTS, MEMBERS, ENDED, LOCK = "intents", "layouts", "members", "ended", "lock"
 NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
 STEM = re.compile(r"(?:[0-9a-f]{2}-)?([0-9]{5,10})-([0-9a-f]{16})")
-SERVED = "served"
+SERVED, TOKEN, ADDRESS = "served", "token", "address"
 PRIVATE = 0o700
 
 
@@ -216,6 +216,34 @@ class NodeFolder:
                         found.setdefault(Mark(name[2], int(name[1])), []).append(path)
         return found
 
+    # -- the agent's door --------------------------------------------------------------------------
+
+    def token(self) -> bytes:
+        """Return the job's secret; empty if this host has none yet."""
+        return self._small(TOKEN)
+
+    def put_token(self, token: bytes) -> None:
+        """Keep the job's secret, for the agent and the trainers of this host."""
+        with _told(self.root / TOKEN):
+            if self.token() != token:
+                _write(self.root / TOKEN, token, 0o600)
+
+    def address(self) -> str:
+        """Return where the agent of this host serves, as ``host:port``; empty if it does not."""
+        return self._small(ADDRESS).decode()
+
+    def put_address(self, address: str) -> None:
+        """Say where the agent serves."""
+        with _told(self.root / ADDRESS):
+            _write(self.root / ADDRESS, address.encode())
+
+    def _small(self, name: str) -> bytes:
+        try:
+            with _told(self.root / name):
+                return (self.root / name).read_bytes()
+        except FileNotFoundError:
+            return b""
+
     # -- what has become of saves ------------------------------------------------------------------
 
     def end(self, operation: str, outcome: str) -> None:
@@ -367,9 +395,10 @@ def _contents(fd: int) -> bytes:
     return os.pread(fd, nbytes, 0)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a small file whole; several processes may do so at once."""
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    temp.touch(mode, exist_ok=False)
     temp.write_bytes(data)
     temp.rename(path)
 

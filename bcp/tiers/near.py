@@ -138,7 +138,9 @@ class NearBackend:
         raise self._refused(", ".join(keys))
 
     async def aclose(self) -> None:
-        """Leave the copies open: they belong to others."""
+        """Close the connections to other hosts."""
+        for copy in {id(each): each for copies in self._copies.values() for each in copies}.values():
+            await copy.files.aclose()
 
     # -- details -----------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from bcp._agree import collective_operation, gather_broadcast, gather_scatter
 from bcp._messages.tiers import Digested, HeldRanks, Holdings, Intent, MadeMetadata, Recovery
+from bcp.coordinators.sockets import new_token
 from bcp.errors import BcpError, CorruptError
 from bcp.format.metadata import encode_metadata
 from bcp.format.receipt import receipt_digest
@@ -27,11 +28,21 @@ from bcp.tiers.digests import digested
 from bcp.tiers.folder import Mark, NodeFolder
 from bcp.tiers.intent import commit_of
 from bcp.tiers.near import Copy, NearBackend
+from bcp.tiers.peer import NoAgent, PeerMemory
 
-__all__ = ["Found", "find_whole"]
+__all__ = ["Found", "Reach", "find_whole"]
 
+Reach = Callable[[str, str, bytes], Backend]
 THIS_HOST = "this host"
 DIGEST_BYTES = 16
+
+
+def peer(name: str, address: str, token: bytes) -> Backend:
+    """Return the memory of another host, read through its agent."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return NoAgent(name)
+    return PeerMemory((host.strip("[]"), int(port)), token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ class Found:
 
 
 async def find_whole(
-    ranks: Coordinator, folder: NodeFolder, node: str, reach: Callable[[str], Backend], patience: float
+    ranks: Coordinator, folder: NodeFolder, node: str, patience: float, reach: Reach = peer
 ) -> Found | None:
     """Agree with all ranks on the newest whole snapshot in the memories of their hosts; None if there is none.
 
@@ -60,8 +71,8 @@ async def find_whole(
         ranks: of the job, all of them.
         folder: the memory of this rank's host.
         node: name of this host, another one for each host.
-        reach: returns the memory of another host, by its name.
         patience: seconds that a rank may be silent.
+        reach: returns the memory of another host, by its name, the address of its agent and the job's secret.
 
     Raises:
         PeerError: another rank has failed.
@@ -72,6 +83,7 @@ async def find_whole(
         leader = _Leader() if ranks.rank == 0 else None
         while True:
             answer = await _chosen(agreement, ranks.rank, own, leader)
+            await in_thread(folder.put_token, answer.token)
             if not answer.operation:
                 return None
             made = await _metadata(agreement, ranks.rank, folder, answer, leader)
@@ -103,11 +115,12 @@ class _Leader:
         number = {name: host for host, name in enumerate(names)}
         self.host_of = [number[each.node] for each in told]
         first = {each.node: each for each in reversed(told)}
+        token = next((each.token for each in told if each.token), b"") or new_token().encode()
         held = [[_holding(each) for each in first[name].held] for name in names]
         self.whole, why = newest_whole(held, self.damaged)
         reasons = (*self.damaged.values(), *why.values())
         if self.whole is None:
-            return [Recovery("", 0, reasons).encode()] * len(messages)
+            return [Recovery("", 0, reasons, token=token).encode()] * len(messages)
         self.reader_of = divide(self.whole, self.host_of).tolist()
         whole, readers = self.whole, np.array(self.reader_of)
         teller = self.reader_of[0]
@@ -117,9 +130,11 @@ class _Leader:
                 whole.step,
                 reasons,
                 tuple(names),
-                whole.holder.astype("<i8").tobytes(),
-                whole.begin.astype("<i8").tobytes(),
-                np.flatnonzero(readers == reader).astype("<i8").tobytes(),
+                holder=whole.holder.astype("<i8").tobytes(),
+                begin=whole.begin.astype("<i8").tobytes(),
+                digests=np.flatnonzero(readers == reader).astype("<i8").tobytes(),
+                addresses=tuple(first[name].address for name in names),
+                token=token,
                 tells=reader == teller,
             ).encode()
             for reader in range(len(messages))
@@ -195,18 +210,17 @@ def _holdings(folder: NodeFolder, node: str) -> Holdings:
         if held:
             ranks = np.array(sorted(intent.rank for intent in held), "<i8").tobytes()
             found.append(HeldRanks(operation, held[0].step, held[0].world_size, ranks))
-    return Holdings(node, tuple(found))
+    return Holdings(node, tuple(found), folder.address(), folder.token())
 
 
 def _holding(held: HeldRanks) -> Holding:
     return Holding(held.operation, held.step, held.world_size, np.frombuffer(held.ranks, "<i8").astype(np.int64))
 
 
-def _copies(
-    answer: Recovery, folder: NodeFolder, node: str, reach: Callable[[str], Backend]
-) -> Mapping[int, Sequence[Copy]]:
+def _copies(answer: Recovery, folder: NodeFolder, node: str, reach: Reach) -> Mapping[int, Sequence[Copy]]:
     """Return the copies of the files of each rank that has saved: this host's first."""
-    places = {name: Copy(name, reach(name)) for name in answer.nodes if name != node}
+    others = zip(answer.nodes, answer.addresses, strict=True)
+    places = {name: Copy(name, reach(name, address, answer.token)) for name, address in others if name != node}
     places[node] = Copy(THIS_HOST, folder.files)
     begin, holder = _numbers(answer.begin), _numbers(answer.holder)
     copies = {}

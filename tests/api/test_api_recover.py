@@ -14,6 +14,7 @@ from tasks import on_ranks
 
 import bcp
 from bcp._calls import keep_call
+from bcp.agent.serve import serving
 from bcp.backends import LocalBackend
 from bcp.errors import CorruptError, StorageError
 from bcp.extend import LoadTargets, LocalShards, ShardRow, ShardTable, TensorMeta
@@ -104,11 +105,11 @@ class Hosts:
     def find(self, nodes: Sequence[int], spoilt: Mapping[str, Any] | None = None) -> list[Found | None]:
         """Let ranks on these hosts look for a snapshot; ``spoilt`` memories are reached in the place of others."""
 
-        def reach(name: str) -> Any:
+        def reach(name: str, _: str, __: bytes) -> Any:
             return (spoilt or {}).get(name) or LocalBackend(self.root / name)
 
         async def call(rank: int, ranks: Any) -> Any:
-            return await find_whole(ranks, self.folders[nodes[rank]], f"node-{nodes[rank]}", reach, 60.0)
+            return await find_whole(ranks, self.folders[nodes[rank]], f"node-{nodes[rank]}", 60.0, reach)
 
         found = on_ranks(len(nodes), call)
         for each in found:
@@ -262,3 +263,34 @@ def test_the_storage_of_a_snapshot_is_read_only(hosts: Hosts) -> None:
         bcp.save(found.storage, {"model": {"w": torch.ones(2)}}, overwrite=True)
     with pytest.raises(CorruptError, match="cannot be read from memory"):
         asyncio.run(found.storage.get(f"receipts/00009-{found.operation}.arrow"))
+
+
+def test_other_hosts_are_read_through_their_agents(hosts: Hosts) -> None:
+    """The first meeting of the ranks gives all hosts one secret, and agents serve those who know it."""
+    kept = hosts.train(4)
+    assert [folder.token() for folder in hosts.folders] == [b"", b""]
+    with serving(hosts.folders[0], "127.0.0.1"), serving(hosts.folders[1], "127.0.0.1:0"):
+
+        async def call(rank: int, ranks: Any) -> Any:
+            return await find_whole(ranks, hosts.folders[rank % 2], f"node-{rank % 2}", 60.0)
+
+        found = on_ranks(3, call)
+        assert hosts.load(found) == 4
+        [token] = {folder.token() for folder in hosts.folders}
+        assert len(token) == 32
+        assert read_from(found, "node-0") + read_from(found, "node-1") > 0
+        for each in found:
+            asyncio.run(each.storage.aclose())
+    assert kept
+
+
+def test_a_host_without_an_agent_leads_to_the_next_copy(hosts: Hosts) -> None:
+    kept = hosts.train(4)
+    hosts.copy(1, 0, kept[4])
+
+    async def call(rank: int, ranks: Any) -> Any:
+        return await find_whole(ranks, hosts.folders[rank], f"node-{rank}", 60.0)
+
+    found = on_ranks(2, call)
+    with pytest.raises(bcp.BcpError, match="its agent serves no other host"):
+        hosts.load(found)

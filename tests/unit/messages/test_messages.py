@@ -84,7 +84,17 @@ from bcp._messages.running import (
     Stop,
     Verdict,
 )
-from bcp._messages.tiers import Drained, Intent, KnownLayout
+from bcp._messages.tiers import (
+    Digested,
+    Drained,
+    HeldRanks,
+    Holdings,
+    Intent,
+    KnownLayout,
+    MadeMetadata,
+    Recovery,
+    Want,
+)
 from bcp._messages.tools import (
     Compared,
     Copied,
@@ -157,6 +167,22 @@ EXAMPLES: list[Message] = [
     ),
     KnownLayout(bytes(16), b"layout"),
     Drained((0, 2), (b"first", b"second")),
+    Holdings("node-1", (HeldRanks("0123456789abcdef", 7, 2, bytes(16)),)),
+    Recovery(
+        "0123456789abcdef",
+        7,
+        ("step 8: no",),
+        nodes=("a", "b"),
+        addresses=("10.0.0.1:7000", ""),
+        token=b"secret",
+        holder=bytes(16),
+        begin=bytes(24),
+        digests=bytes(8),
+        tells=True,
+    ),
+    Digested(bytes(8), bytes(16), b"intent", b"layout"),
+    MadeMetadata(b"metadata"),
+    Want("model/00000-0123456789abcdef.safetensors", 1 << 20, 4096),
     Opening("0123456789abcdef", True, None, "", True, False),  # noqa: FBT003 -- an example
     Opening("0123456789abcdef", cached=False, version="etag", trace="00-1-2-01", compares=False, differs=True),
     ReplicaDigests(bytes(16), bytes(16), bytes(16)),

@@ -1,0 +1,153 @@
+"""An agent lets other hosts of its job read the marked files of its own.
+
+Bytes go from the page cache to the socket (``sendfile``), in a thread for each connection. Marks whose files are read
+are held until the connection ends: nobody takes their memory away.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Self
+
+from bcp._log import log
+from bcp.coordinators.sockets import Wire
+from bcp.errors import StorageError
+from bcp.tiers.folder import Mark, NodeFolder
+from bcp.tiers.wire import Status, StrangerError, pull_request, push_answer, welcome
+
+__all__ = ["MemoryServer", "serving"]
+
+KEY = re.compile(r"(?:[a-z_]+)/(?:[0-9a-f]{2}-)?(\d{5,10})-([0-9a-f]{16})\.(?:safetensors|arrow)")
+MOST_CONNECTIONS = 256
+GREETING_SECONDS = 10.0
+IDLE_SECONDS = 600.0
+
+
+@contextmanager
+def serving(folder: NodeFolder, listen: str) -> Iterator[None]:
+    """Serve at ``host`` or ``host:port``, and let the folder say where; or serve nobody, for an empty text."""
+    if not listen:
+        yield
+        return
+    host, _, port = listen.rpartition(":") if listen.rpartition(":")[2].isdecimal() else (listen, "", "0")
+    with MemoryServer(folder, host.strip("[]"), int(port)) as server:
+        shown = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
+        folder.put_address(f"{shown}:{server.address[1]}")
+        yield
+
+
+class MemoryServer:
+    """Serves the memory of one host, from when its context is entered until it is left.
+
+    Attributes:
+        address: host and port that it listens on.
+    """
+
+    def __init__(self, folder: NodeFolder, host: str, port: int = 0) -> None:
+        """Listen.
+
+        Args:
+            folder: the memory, and the job's secret, which each reader has to know.
+            host: the address of one interface; nothing else is listened on.
+            port: 0 for any.
+
+        Raises:
+            StorageError: the address cannot be used.
+
+        """
+        self._folder = folder
+        try:
+            self._listener = socket.create_server((host, port), backlog=128)
+        except OSError as error:
+            raise StorageError(f"the agent cannot listen on {host}, port {port}: {error}") from error
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<MemoryServer on {self.address[0]}, port {self.address[1]}: {len(self._open)} connections>"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, name="bcp-agent-accept", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close all connections."""
+        for each in (self._listener, *self._open):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:  # closed
+                return
+            with self._lock:
+                if len(self._open) >= MOST_CONNECTIONS:
+                    connection.close()
+                    continue
+                self._open.add(connection)
+            threading.Thread(target=self._serve, args=(connection, str(peer)), name="bcp-agent", daemon=True).start()
+
+    def _serve(self, connection: socket.socket, peer: str) -> None:
+        """Answer one reader until it goes."""
+        try:
+            with connection, ExitStack() as stack:
+                wire = Wire(connection)
+                connection.settimeout(GREETING_SECONDS)
+                welcome(wire, self._folder.token())
+                connection.settimeout(IDLE_SECONDS)
+                held: dict[Mark, bool] = {}
+                while True:
+                    self._answer(connection, wire, stack, held)
+        except StrangerError as error:
+            log.warning("a stranger was turned away", peer=peer, reason=str(error))
+        except OSError as error:
+            log.info("a reader has gone", peer=peer, reason=str(error))
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+
+    def _answer(self, connection: socket.socket, wire: Wire, stack: ExitStack, held: dict[Mark, bool]) -> None:
+        """Answer one request."""
+        want = pull_request(wire)
+        match = KEY.fullmatch(want.key)
+        if match is None:
+            push_answer(wire, Status.FAILED, f"{want.key!r} is no file of a snapshot")
+            return
+        mark = Mark(match[2], int(match[1]))
+        if mark not in held:
+            held[mark] = stack.enter_context(self._folder.holding(mark)) is not None
+        if not held[mark]:
+            push_answer(wire, Status.MISSING, f"{want.key} is not marked on this host")
+            return
+        try:
+            fd = os.open(self._folder.root / want.key, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            push_answer(wire, Status.MISSING, f"{want.key} is missing on this host")
+            return
+        try:
+            size = os.fstat(fd).st_size
+            nbytes = want.nbytes or size
+            if want.start + nbytes > size:
+                words = f"{want.key} has {size} bytes, and {nbytes} from {want.start} on were asked for"
+                push_answer(wire, Status.SHORT, words)
+                return
+            push_answer(wire, Status.OK, nbytes=nbytes)
+            _send(connection, fd, want.start, nbytes)
+        finally:
+            os.close(fd)
+
+
+def _send(connection: socket.socket, fd: int, start: int, nbytes: int) -> None:
+    with open(fd, "rb", buffering=0, closefd=False) as file:
+        sent = connection.sendfile(file, start, nbytes)
+    if sent != nbytes:
+        raise ConnectionResetError(f"{sent} of {nbytes} bytes were sent: the file is shorter now")

@@ -1,0 +1,177 @@
+"""The memory of another host, read through its agent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
+
+from bcp._messages.tiers import Want
+from bcp.backends.small import check_small
+from bcp.coordinators.sockets import Wire
+from bcp.errors import CorruptError, InputError, StorageError
+from bcp.protocols import Buffer, ObjectInfo, PartWriter, Version
+from bcp.runtime.threads import in_thread
+from bcp.tiers.wire import Status, StrangerError, connected, dial, pull_head, push_request
+
+__all__ = ["NoAgent", "PeerMemory"]
+
+T = TypeVar("T")
+
+SECONDS = 30.0
+"""Silence after which an agent counts as gone; the next copy is read then."""
+
+
+class _ReadsOnly:
+    """What memories of other hosts do not do."""
+
+    async def version(self, key: str) -> Version | None:
+        """Refuse: marked files do not change."""
+        raise self._refused(key)
+
+    async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """Refuse: hosts tell what they hold when they look for a snapshot."""
+        raise self._refused(prefix)
+
+    async def put(self, key: str, data: Buffer) -> None:
+        """Refuse."""
+        del data
+        raise self._refused(key)
+
+    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
+        """Refuse."""
+        del data, expected
+        raise self._refused(key)
+
+    @asynccontextmanager
+    async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[PartWriter]:
+        """Refuse."""
+        del nbytes
+        raise self._refused(key)
+        yield  # it is a generator
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Refuse."""
+        raise self._refused(", ".join(keys))
+
+    def _refused(self, key: str) -> InputError:
+        return InputError(f"{self!r} is for reads of files alone, and was asked for {key!r}")
+
+    async def aclose(self) -> None:
+        """Close nothing."""
+
+
+class NoAgent(_ReadsOnly):
+    """The memory of a host whose agent serves nobody: each read leads to the next copy."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"NoAgent({self._name!r})"
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Raise StorageError."""
+        del start, out
+        raise self._away(key)
+
+    async def get(self, key: str) -> Buffer:
+        """Raise StorageError."""
+        raise self._away(key)
+
+    def _away(self, key: str) -> StorageError:
+        return StorageError(f"host {self._name} has {key}, and its agent serves no other host: start it with --listen")
+
+
+class PeerMemory(_ReadsOnly):
+    """A :class:`~bcp.protocols.Backend` that reads marked files of another host; it writes and lists nothing."""
+
+    at_once = 4
+
+    def __init__(self, address: tuple[str, int], token: bytes, *, seconds: float = SECONDS) -> None:
+        """Take an agent's address. The first read connects.
+
+        Args:
+            address: host and port.
+            token: the job's secret.
+            seconds: silence after which the agent counts as gone.
+
+        """
+        self._address, self._token, self._seconds = address, token, seconds
+        self._free: list[Wire] = []
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"PeerMemory({self._address[0]}, port {self._address[1]})"
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` from a file's bytes."""
+        if out.nbytes:
+            await in_thread(self._read, Want(key, start, out.nbytes), out)
+
+    async def get(self, key: str) -> Buffer:
+        """Read a small file whole."""
+        return await in_thread(self._read, Want(key, 0, 0), None)
+
+    def _read(self, want: Want, out: memoryview | None) -> bytearray:
+        """Ask over a connection of its own; a connection that fails is closed. Blocks."""
+        wire = self._taken()
+        try:
+            push_request(wire, want)
+            status, nbytes, words = pull_head(wire)
+            data = self._room(want, nbytes, out) if status is Status.OK else bytearray()
+            if status is Status.OK:
+                wire.pull(memoryview(data) if out is None else out)
+        except BaseException as error:
+            wire.close()
+            if isinstance(error, OSError):
+                raise self._failed(error) from error
+            raise
+        with self._lock:
+            self._free.append(wire)
+        if status is Status.MISSING:
+            raise FileNotFoundError(f"{self!r}: {words}")
+        if status is Status.SHORT:
+            raise CorruptError(f"{self!r}: {words}")
+        if status is Status.FAILED:
+            raise StorageError(f"{self!r}: {words}")
+        return data
+
+    def _room(self, want: Want, nbytes: int, out: memoryview | None) -> bytearray:
+        """Return memory for an answer of so many bytes: none, where ``out`` is the place for it."""
+        if out is None:
+            check_small(f"{self!r}: {want.key}", nbytes)
+            return bytearray(nbytes)
+        if nbytes != out.nbytes:
+            raise StorageError(f"{self!r} sends {nbytes} bytes of {want.key} instead of {out.nbytes}")
+        return bytearray()
+
+    def _taken(self) -> Wire:
+        """Return a free connection, or a new one that has proved itself."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        try:
+            connection = connected(self._address, self._seconds)
+            wire = Wire(connection)
+            connection.settimeout(self._seconds)
+            try:
+                dial(wire, self._token)
+            except BaseException:
+                wire.close()
+                raise
+        except (OSError, StrangerError) as error:
+            raise self._failed(error) from error
+        return wire
+
+    def _failed(self, error: Exception) -> StorageError:
+        return StorageError(f"{self!r} does not serve this job: {error}")
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        with self._lock:
+            free, self._free = self._free, []
+        for wire in free:
+            with suppress(OSError):
+                wire.close()
