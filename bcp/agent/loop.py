@@ -25,6 +25,12 @@ __all__ = ["Agent"]
 
 LONGEST_PAUSE_SECONDS = 30.0
 
+SUPERSEDED = "SUPERSEDED"
+"""End of a snapshot whose files of this host are in storage, and those of other hosts may have gone for a newer one.
+
+Nothing is lost where they have not: the last host commits.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -33,10 +39,12 @@ class Generation:
     Attributes:
         intent: that of one of its ranks.
         marks: of all of its ranks on this host.
+        age: when the last one was prepared, in seconds since the epoch.
     """
 
     intent: Intent
     marks: Sequence[Mark]
+    age: float
 
 
 @dataclass(slots=True)
@@ -60,6 +68,7 @@ class Agent:
     patience_seconds: float = 30.0
     _failures: dict[str, int] = field(default_factory=dict)
     _next_try: dict[str, float] = field(default_factory=dict)
+    _committed_age: float = 0.0
     _waits_since: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> None:
@@ -102,7 +111,12 @@ class Agent:
             if outcome in (Outcome.COMMITTED, Outcome.REFUSED):
                 await in_thread(self.folder.end, intent.operation, outcome.name)
                 log.info("a snapshot has ended", step=intent.step, operation=intent.operation, outcome=outcome.value)
-            if outcome in (None, Outcome.WAITING):
+            if outcome is Outcome.COMMITTED:
+                self._committed_age = max(self._committed_age, generation.age)
+            elif outcome is Outcome.WAITING and generation.age < self._committed_age:
+                await in_thread(self.folder.end, intent.operation, SUPERSEDED)
+                log.info("a snapshot waits for other hosts, and a newer one is durable", step=intent.step)
+            elif outcome in (None, Outcome.WAITING):
                 waiting = True
                 self._waits_since.setdefault(intent.operation, time.monotonic())
         await in_thread(self.folder.forget_ended)
@@ -133,12 +147,14 @@ class Agent:
     def _generations(self) -> list[Generation]:
         """List the saves on this host that have not ended, the newest first."""
         ended, ages = self.folder.ended(), self.folder.ages()
-        found: list[tuple[float, Generation]] = []
+        found: list[Generation] = []
         for operation, marks in groupby(sorted(ages), attrgetter("operation")):
             own = list(marks)
+            if ended.get(operation) == Outcome.COMMITTED.name:  # by an earlier life of this agent, too
+                self._committed_age = max(self._committed_age, *map(ages.__getitem__, own))
             if operation in ended:
                 continue
             with self.folder.holding(own[0]) as held:
                 if held is not None:
-                    found.append((max(ages[mark] for mark in own), Generation(held.intent, own)))
-        return [generation for _, generation in sorted(found, key=lambda each: -each[0])]
+                    found.append(Generation(held.intent, own, max(ages[mark] for mark in own)))
+        return sorted(found, key=lambda each: -each.age)

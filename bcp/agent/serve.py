@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Self
 
 from bcp._log import log
-from bcp.coordinators.sockets import Wire
+from bcp._sockets import Wire
 from bcp.errors import StorageError
 from bcp.tiers.folder import Mark, NodeFolder
 from bcp.tiers.wire import Status, StrangerError, pull_request, push_answer, welcome

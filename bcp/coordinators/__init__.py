@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from bcp._sockets import Tls
 from bcp.coordinators.local import SoloCoordinator, grpc_coordinators, memory_coordinators
-from bcp.coordinators.sockets import Tls
 from bcp.errors import InputError
 from bcp.protocols import Coordinator
 from bcp.runtime.imports import importing, lazy_names

@@ -13,8 +13,8 @@ from typing import Protocol
 import anyio
 
 from bcp._messages.coordination import Card
+from bcp._sockets import Wire
 from bcp.coordinators.mesh import LANES, PROBE, PROBE_LEAST, PROBE_MOST, Mesh
-from bcp.coordinators.sockets import Wire
 from bcp.errors import InputError, PeerError
 from bcp.runtime.threads import in_pool
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 import anyio
 
 from bcp._messages.coordination import Card
+from bcp._sockets import TlsContexts, TlsWire, Wire, proof
 from bcp.coordinators.hosts import HINT, identity
-from bcp.coordinators.sockets import TlsContexts, TlsWire, Wire, proof
 from bcp.coordinators.store_client import Backoff
 from bcp.coordinators.strangers import Stranger, Strangers
 from bcp.errors import InputError, PeerError

@@ -9,10 +9,10 @@ from typing import Protocol, Self
 import anyio
 
 from bcp._messages.coordination import Abort, Card
+from bcp._sockets import Tls
 from bcp.coordinators.exchange import Exchange
 from bcp.coordinators.mesh import Mesh
 from bcp.coordinators.peers import PeerInfo, describe
-from bcp.coordinators.sockets import Tls
 from bcp.errors import InputError, PeerError
 from bcp.protocols import Buffer, flat_view
 from bcp.runtime.threads import in_thread

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 
 from bcp._messages.base import Message
 from bcp._messages.coordination import Abort, Answer, Ended, Host, MemberSign, OperationEnd, Reply, RootSign
+from bcp._sockets import new_token
 from bcp.coordinators.hosts import address_of, here, stated_address
-from bcp.coordinators.sockets import new_token
 from bcp.coordinators.store_client import Backoff, StoreClient, innermost, set_bytes
 
 __all__ = ["RollCall"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bcp._log import log
-from bcp.coordinators.sockets import readable
+from bcp._sockets import readable
 
 __all__ = ["Stranger", "Strangers", "named"]
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from bcp._messages.tiers import Want
+from bcp._sockets import Wire
 from bcp.backends.small import check_small
-from bcp.coordinators.sockets import Wire
 from bcp.errors import CorruptError, InputError, StorageError
 from bcp.protocols import Buffer, ObjectInfo, PartWriter, Version
 from bcp.runtime.threads import in_thread

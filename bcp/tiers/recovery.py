@@ -17,7 +17,7 @@ import numpy as np
 
 from bcp._agree import collective_operation, gather_broadcast, gather_scatter
 from bcp._messages.tiers import Digested, HeldRanks, Holdings, Intent, MadeMetadata, Recovery
-from bcp.coordinators.sockets import new_token
+from bcp._sockets import new_token
 from bcp.errors import BcpError, CorruptError
 from bcp.format.metadata import encode_metadata
 from bcp.format.receipt import receipt_digest

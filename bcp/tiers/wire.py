@@ -13,7 +13,7 @@ import struct
 from enum import IntEnum
 
 from bcp._messages.tiers import Want
-from bcp.coordinators.sockets import Wire, proof
+from bcp._sockets import Wire, proof
 from bcp.errors import MessageError, StorageError
 
 __all__ = ["Status", "StrangerError", "dial", "pull_head", "pull_request", "push_answer", "push_request", "welcome"]

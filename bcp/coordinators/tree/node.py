@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from bcp._messages.coordination import Abort
+from bcp._sockets import Tls
 from bcp.coordinators.peers import PeerInfo, describe
-from bcp.coordinators.sockets import Tls
 from bcp.coordinators.store_client import Backoff
 from bcp.coordinators.tree.frames import ACKNOWLEDGING, Frame, Kind, pack_number
 from bcp.coordinators.tree.link import Link, Traffic

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from bcp._messages.coordination import Abort, Host, Seat
+from bcp._sockets import new_token
 from bcp.coordinators.roll_call import RollCall
-from bcp.coordinators.sockets import new_token
 from bcp.coordinators.store_client import Backoff, StoreClient
 from bcp.errors import InputError
 from bcp.runtime.threads import in_thread

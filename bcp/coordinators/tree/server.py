@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any
 
 from bcp._messages.coordination import Introduction
+from bcp._sockets import Tls
 from bcp.coordinators.hosts import identity
 from bcp.coordinators.peers import PeerInfo
-from bcp.coordinators.sockets import Tls
 from bcp.coordinators.strangers import Stranger, Strangers
 from bcp.coordinators.tree.frames import Frame, FrameError, Kind
 from bcp.coordinators.tree.link import Link

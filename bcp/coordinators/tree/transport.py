@@ -23,9 +23,9 @@ import grpc
 import grpc.aio
 
 from bcp._messages.coordination import Introduction
+from bcp._sockets import Tls, proof
 from bcp.coordinators.hosts import HINT
 from bcp.coordinators.peers import PeerInfo
-from bcp.coordinators.sockets import Tls, proof
 from bcp.coordinators.tree.frames import Frame, FrameError, Kind, pack_number
 from bcp.coordinators.tree.link import Link
 from bcp.errors import MessageError
