@@ -6,17 +6,17 @@ The process that is started is a small parent. It starts the agent, and starts i
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from hashlib import sha256
 from pathlib import Path
 
-ALREADY_SERVED = 3
-"""Exit code of an agent whose host has one already."""
+from bcp.runtime.imports import imported
+
+ENDED = 0, 2, 3
+"""Exit codes of an agent that is not started again: it has done its work, was called wrongly, or is not the first."""
 
 LONGEST_PAUSE_SECONDS = 30.0
 
@@ -39,9 +39,10 @@ def _arguments() -> argparse.ArgumentParser:
 def main() -> int:
     """Run the parent, or with ``--child`` the agent itself; return the exit code."""
     arguments = _arguments().parse_args()
-    return (
-        _serve(arguments) if arguments.child else _guard([sys.executable, "-m", "bcp.agent", "--child", *sys.argv[1:]])
-    )
+    if arguments.child:
+        code: int = imported("bcp.agent.host").serve(arguments)
+        return code
+    return _guard([sys.executable, "-m", "bcp.agent", "--child", *sys.argv[1:]])
 
 
 def _guard(command: list[str]) -> int:
@@ -59,44 +60,11 @@ def _guard(command: list[str]) -> int:
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGINT, end)
         code = child.wait()
-        if ended or code in (0, 2, ALREADY_SERVED):
+        if ended or code in ENDED:
             return code
         pause = 1.0 if time.monotonic() - began > LONGEST_PAUSE_SECONDS else min(2 * pause, LONGEST_PAUSE_SECONDS)
-        _say(f"the agent ended with {code}; it starts again in {pause:.0f} s")
+        sys.stderr.write(f"the agent ended with {code}; it starts again in {pause:.0f} s\n")
         time.sleep(pause)
-
-
-def _say(words: str) -> None:
-    sys.stderr.write(f"{words}\n")
-    sys.stderr.flush()
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    """Be the agent."""
-    import anyio  # noqa: PLC0415 -- the parent has no need of it
-
-    from bcp.agent.loop import Agent  # noqa: PLC0415 -- as above
-    from bcp.agent.serve import serving  # noqa: PLC0415 -- as above
-    from bcp.tiers.folder import NodeFolder  # noqa: PLC0415 -- as above
-
-    os.nice(10)
-    folder = NodeFolder(arguments.folder)
-    with folder.serving() as is_first:
-        if not is_first:
-            _say(f"there is an agent for {arguments.folder} already")
-            return ALREADY_SERVED
-        node = sha256(arguments.node.encode()).hexdigest()[:16]
-        agent = Agent(
-            folder,
-            arguments.durable,
-            node,
-            poll_seconds=arguments.poll,
-            patience_seconds=arguments.patience,
-            linger_seconds=arguments.linger,
-        )
-        with serving(folder, arguments.listen):
-            anyio.run(agent.run)
-    return 0
 
 
 if __name__ == "__main__":
