@@ -17,6 +17,7 @@ from typing import Self
 from bcp._log import log
 from bcp._sockets import Wire
 from bcp.errors import StorageError
+from bcp.runtime.process import process_lock
 from bcp.tiers.folder import Mark, NodeFolder
 from bcp.tiers.wire import Status, StrangerError, pull_request, push_answer, welcome
 
@@ -62,12 +63,13 @@ class MemoryServer:
         """
         self._folder = folder
         try:
-            self._listener = socket.create_server((host, port), backlog=128)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise StorageError(f"the agent cannot listen on {host}, port {port}: {error}") from error
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
+        self._lock = process_lock()
 
     def __repr__(self) -> str:
         return f"<MemoryServer on {self.address[0]}, port {self.address[1]}: {len(self._open)} connections>"

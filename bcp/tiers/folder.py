@@ -77,6 +77,12 @@ class Member:
     def close(self) -> None:
         """Leave the place to another process."""
         if self._fd is not None:
+            _let_go(self._fd)
+            self._fd = None
+
+    def leave_to_parent(self) -> None:
+        """Close the file in a forked child; the lock stays the parent's."""
+        if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
@@ -86,7 +92,7 @@ _members: weakref.WeakSet[Member] = weakref.WeakSet()
 
 def _leave_to_the_parent() -> None:
     for member in [*_members]:
-        member.close()
+        member.leave_to_parent()
 
 
 in_forked_child(_leave_to_the_parent)
@@ -204,7 +210,7 @@ class NodeFolder:
         try:
             return not _locked(fd, fcntl.LOCK_EX)
         finally:
-            os.close(fd)
+            _let_go(fd)
 
     def data_files(self) -> dict[Mark, list[Path]]:
         """List all data files, marked or not, by the save and the rank in their names."""
@@ -330,7 +336,7 @@ class NodeFolder:
         try:
             yield fd
         finally:
-            os.close(fd)
+            _let_go(fd)
 
     def _path(self, mark: Mark) -> Path:
         return self.root / INTENTS / mark.name
@@ -349,7 +355,7 @@ class NodeFolder:
         try:
             yield fd
         finally:
-            os.close(fd)
+            _let_go(fd)
 
 
 def keys_of(blank: Receipt) -> Sequence[str]:
@@ -380,6 +386,12 @@ def _locked(fd: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _let_go(fd: int) -> None:
+    """Give a lock up, and close its file. A child that was forked meanwhile has the file, too, and would keep it."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _is_named(fd: int, path: Path) -> bool:

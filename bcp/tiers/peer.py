@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
@@ -12,6 +11,7 @@ from bcp._sockets import Wire
 from bcp.backends.small import check_small
 from bcp.errors import CorruptError, InputError, StorageError
 from bcp.protocols import Buffer, ObjectInfo, PartWriter, Version
+from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread
 from bcp.tiers.wire import Status, StrangerError, connected, dial, pull_head, push_request
 
@@ -100,7 +100,7 @@ class PeerMemory(_ReadsOnly):
         """
         self._address, self._token, self._seconds = address, token, seconds
         self._free: list[Wire] = []
-        self._lock = threading.Lock()
+        self._lock = process_lock()
 
     def __repr__(self) -> str:
         return f"PeerMemory({self._address[0]}, port {self._address[1]})"

@@ -100,6 +100,40 @@ def test_a_reader_that_dies_holds_nothing_any_more(tmp_path: Path) -> None:
     assert folder.take(mark)
 
 
+def test_a_child_that_is_forked_meanwhile_holds_nothing(tmp_path: Path) -> None:
+    """It has the same open files; the locks are given up where their owner does so."""
+    folder = NodeFolder(tmp_path / "a")
+    mark = marked(folder)
+    end, begin = os.pipe()
+    with folder.holding(mark) as held, folder.arranging():
+        assert held is not None
+        child = os.fork()
+        if not child:
+            os.close(begin)
+            os.read(end, 1)
+            os._exit(0)
+    try:
+        assert folder.take(mark)
+        with folder.arranging():
+            assert not folder.is_member(0)
+            member = folder.join(0)
+        other = os.fork()
+        if not other:
+            os.close(begin)
+            os.read(end, 1)
+            os._exit(0)
+        with folder.arranging():
+            assert folder.is_member(0), "the fork has not given the place up"
+        member.close()
+        with folder.arranging():
+            assert not folder.is_member(0)
+    finally:
+        os.close(begin)
+        os.close(end)
+        os.waitpid(child, 0)
+        os.waitpid(other, 0)
+
+
 def test_a_mark_that_goes_while_it_is_opened_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = NodeFolder(tmp_path / "a")
     mark = marked(folder)
