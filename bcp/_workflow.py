@@ -18,7 +18,7 @@ from bcp.errors import InputError
 from bcp.events import LoadResult, SaveResult
 from bcp.options import Graph
 from bcp.pipeline import Pipeline, run_while_opening, unwrap_stage_errors
-from bcp.protocols import Agreement
+from bcp.protocols import Agreement, ObjectKey
 from bcp.read.replaced import asks_if_replaced, say_if_replaced
 from bcp.read.source import Source
 from bcp.read.tensors import lay_out, load_context
@@ -31,7 +31,7 @@ from bcp.stages.save import SaveContext, Staging, Writers, save_graph
 from bcp.state.guard import being_loaded
 from bcp.telemetry.progress import progress_bar
 
-__all__ = ["aload", "aprepare", "asave", "edited", "write_parts"]
+__all__ = ["aload", "aprepare", "asave", "edited", "plan_save", "write_parts"]
 
 
 # -- save ----------------------------------------------------------------------------------------
@@ -48,13 +48,7 @@ async def asave(job: SaveJob) -> SaveResult:
             record.forgiving(job.operation) as agreement,
         ):
             with job.watch.phase("plan"):
-                stock = await capture_error(in_thread_gc_paused(snapshot.take_stock)) if refusal is None else refusal
-                held, opening, plan, planned = await saving.plan_writes(agreement, job, stock, snapshot.fence)
-                job.watch.join(opening.operation, opening.trace)
-                items = await in_thread_gc_paused(
-                    saving.write_items, held, plan, opening.operation, job.rank, job.options
-                )
-                values = await in_thread(saving.owned_values, job, held, plan)
+                held, opening, planned, items, values = await plan_save(agreement, job, snapshot, refusal)
                 undo.begin(opening.operation, items)
             async with saving.not_replaced(job.backend, job.path, opening.operation, opening.version):
                 with job.watch.phase("write"):
@@ -69,6 +63,22 @@ async def asave(job: SaveJob) -> SaveResult:
             result = saving.result(job, held, opening, receipt, items, snapshot)
             await record.share(agreement, result)
     return result
+
+
+async def plan_save(
+    agreement: Agreement, job: SaveJob, snapshot: saving.Snapshot, refusal: InputError | None
+) -> tuple[saving.LocalState, saving.Opening, saving.Planned | None, list[WriteItem], dict[ObjectKey, str]]:
+    """Take stock of the state, and agree with all ranks on the writes; ``refusal`` is told to them in its place.
+
+    Returns the state, the opening of the save, the step that leads rank 0 to the commit, this rank's parts in the order
+    of the graph, and the values that it owns.
+    """
+    stock = await capture_error(in_thread_gc_paused(snapshot.take_stock)) if refusal is None else refusal
+    held, opening, plan, planned = await saving.plan_writes(agreement, job, stock, snapshot.fence)
+    job.watch.join(opening.operation, opening.trace)
+    items = await in_thread_gc_paused(saving.write_items, held, plan, opening.operation, job.rank, job.options)
+    values = await in_thread(saving.owned_values, job, held, plan)
+    return held, opening, planned, items, values
 
 
 async def write_parts(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot) -> list[PartReceipt]:

@@ -1,4 +1,4 @@
-"""What ranks say that they have written, and whether it is there: the last check before a commit (paper sec. 5.2)."""
+"""The written files as ranks tell them to rank 0, and the last check before a commit (paper sec. 5.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of the memory tier: what a rank's files in its host's memory are, for whoever makes them durable."""
+"""Messages of the memory tier: intents, records of uploads, and the choice of a snapshot."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ class HeldRanks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     operation: str
     step: Count
     world_size: Count
-    ranks: bytes  # int64[n]
+    ranks: bytes  # int32[n]
 
     def __post_init__(self) -> None:
         expect(
-            OPERATION.fullmatch(self.operation) is not None and len(self.ranks) % 8 == 0,
+            OPERATION.fullmatch(self.operation) is not None and len(self.ranks) % 4 == 0,
             reason=f"operation {self.operation!r} with {len(self.ranks)} bytes of ranks",
         )
 
@@ -90,24 +90,24 @@ class Holdings(Message, frozen=True):
 
 
 class Recovery(Message, frozen=True):
-    """The snapshot to recover from, and one reader's part in it."""
+    """The snapshot to recover from, the same for all readers."""
 
     operation: str  # empty if no snapshot is whole
     step: Count
+    world_size: Count  # ranks that have saved
     reasons: tuple[str, ...]  # why newer ones are not whole
+    token: bytes  # the job's secret, the same on all hosts from now on
     nodes: tuple[str, ...] = ()  # names of all hosts, by their number
     addresses: tuple[str, ...] = ()  # where their agents serve
-    token: bytes = b""  # the job's secret, the same on all hosts from now on
-    holder: bytes = b""  # int64[p], hosts
-    begin: bytes = b""  # int64[n + 1]: those of each saved rank are at begin[r] to begin[r + 1]
-    digests: bytes = b""  # int64[k], saved ranks whose files this reader digests
-    tells: bool = False  # whether this reader tells intent and layout
+    host_of: bytes = b""  # int32[readers], the host of each reader
+    holder: bytes = b""  # int32[p], hosts
+    begin: bytes = b""  # int32[n + 1]: those of each saved rank are at begin[r] to begin[r + 1]
 
 
 class Digested(Message, frozen=True):
     """One reader's digests of receipts; or its error."""
 
-    ranks: bytes  # int64[k]
+    ranks: bytes  # int32[k]
     receipts: bytes  # 16 bytes for each
     intent: bytes = b""  # the intent of one rank, without its receipt
     layout: bytes = b""  # that the intent names
@@ -115,7 +115,7 @@ class Digested(Message, frozen=True):
 
     def __post_init__(self) -> None:
         expect(
-            len(self.ranks) % 8 == 0 and len(self.receipts) == 2 * len(self.ranks),
+            len(self.ranks) % 4 == 0 and len(self.receipts) * 4 == DIGEST_BYTES * len(self.ranks),
             reason=f"{len(self.ranks)} bytes of ranks with {len(self.receipts)} bytes of digests",
         )
 
@@ -135,7 +135,6 @@ class MadeMetadata(Message, frozen=True):
     """The metadata as a commit would have stored them; empty if the files of a host are damaged, to look again."""
 
     metadata: bytes
-    reason: str = ""
 
 
 class Drained(Message, frozen=True):

@@ -1,7 +1,7 @@
 """The steps of a save, in the order in which ``_workflow.asave`` takes them."""
 
 from bcp._save.failures import CleanUp, not_replaced, put_back, undone_on_error
-from bcp._save.leader import BLOCK_BYTES, Opening, commit_save
+from bcp._save.leader import BLOCK_BYTES, Opening, Planned, commit_save
 from bcp._save.local_state import LocalState
 from bcp._save.parts import contents, make_receipt, open_files, owned_values, put_receipt, result, write_items
 from bcp._save.plan import SavePlan, only_save_to, plan_writes, read_share
@@ -12,6 +12,7 @@ __all__ = [
     "CleanUp",
     "LocalState",
     "Opening",
+    "Planned",
     "SavePlan",
     "Snapshot",
     "commit_save",

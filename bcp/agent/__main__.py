@@ -47,8 +47,8 @@ def main() -> int:
 
 def _guard(command: list[str]) -> int:
     """Start the agent again whenever it dies, with longer pauses if it dies at once."""
-    pause, ended = 1.0, False
-    while True:
+    pause, ended, code = 1.0, False, 0
+    while not ended:
         began = time.monotonic()
         child = subprocess.Popen(command)  # noqa: S603 -- this module
 
@@ -65,6 +65,7 @@ def _guard(command: list[str]) -> int:
         pause = 1.0 if time.monotonic() - began > LONGEST_PAUSE_SECONDS else min(2 * pause, LONGEST_PAUSE_SECONDS)
         sys.stderr.write(f"the agent ended with {code}; it starts again in {pause:.0f} s\n")
         time.sleep(pause)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who sees that the files of all ranks are in storage commits the save, by one conditional request (paper sec. 5.2).
+"""Commit a save by one conditional request, once the files of all ranks are in storage (paper sec. 5.2).
 
 Any host may do it, and several may at once: storage lets one request through, and the others find its outcome. A save
 may replace the one checkpoint that its intents name, or none. So an older save never replaces a newer one, however late

@@ -66,7 +66,7 @@ class Agent:
     poll_seconds: float = 0.5
     linger_seconds: float = 3600.0
     patience_seconds: float = 30.0
-    _failures: dict[str, int] = field(default_factory=dict)
+    _tries: dict[str, int] = field(default_factory=dict)
     _next_try: dict[str, float] = field(default_factory=dict)
     _committed_age: float = 0.0
     _waits_since: dict[str, float] = field(default_factory=dict)
@@ -104,6 +104,10 @@ class Agent:
             if not intent.durable and not is_next:
                 continue
             is_next = is_next and self._is_stuck(intent.operation)
+            if intent.operation in self._waits_since and generation.age < self._committed_age:
+                await in_thread(self.folder.end, intent.operation, SUPERSEDED)
+                log.info("a snapshot waits for other hosts, and a newer one is durable", step=intent.step)
+                continue
             if time.monotonic() < self._next_try.get(intent.operation, 0.0):
                 waiting = True
                 continue
@@ -113,31 +117,38 @@ class Agent:
                 log.info("a snapshot has ended", step=intent.step, operation=intent.operation, outcome=outcome.value)
             if outcome is Outcome.COMMITTED:
                 self._committed_age = max(self._committed_age, generation.age)
-            elif outcome is Outcome.WAITING and generation.age < self._committed_age:
-                await in_thread(self.folder.end, intent.operation, SUPERSEDED)
-                log.info("a snapshot waits for other hosts, and a newer one is durable", step=intent.step)
-            elif outcome in (None, Outcome.WAITING):
-                waiting = True
-                self._waits_since.setdefault(intent.operation, time.monotonic())
+            waiting = waiting or outcome in (None, Outcome.WAITING)
         await in_thread(self.folder.forget_ended)
         return not waiting
 
     async def _advance(self, generation: Generation, store: Backend) -> Outcome | None:
-        """Go on with one snapshot; None after a failure, which is logged. The next try is later each time."""
+        """Go on with one snapshot; None after a failure of storage, which is logged.
+
+        The next try is later each time, also while other hosts are not done: the last of them commits.
+        """
         intent = generation.intent
         path = f"{self.durable.rstrip('/')}/{intent.place}".rstrip("/")
         try:
             outcome = await advance(self.folder, generation.marks, store, path, self.node)
+        except CorruptError as error:
+            log.error(
+                "a snapshot in memory is damaged, and is given up", path=shown(path), step=intent.step, error=str(error)
+            )
+            await in_thread(self.folder.end, intent.operation, f"DAMAGED: {error}")
+            return Outcome.GONE
         except (BcpError, OSError) as error:
-            count = self._failures[intent.operation] = self._failures.get(intent.operation, 0) + 1
-            pause = min(self.poll_seconds * 2**count, LONGEST_PAUSE_SECONDS)
-            self._next_try[intent.operation] = time.monotonic() + pause
             log.warning("a snapshot is not durable yet", path=shown(path), step=intent.step, error=str(error))
-            if isinstance(error, CorruptError):
-                await in_thread(self.folder.end, intent.operation, f"DAMAGED: {error}")
+            self._put_off(intent.operation)
             return None
-        self._failures.pop(intent.operation, None)
+        if outcome is Outcome.WAITING:
+            self._waits_since.setdefault(intent.operation, time.monotonic())
+            self._put_off(intent.operation)
         return outcome
+
+    def _put_off(self, operation: str) -> None:
+        """Try a snapshot again after a pause, twice as long each time."""
+        count = self._tries[operation] = self._tries.get(operation, 0) + 1
+        self._next_try[operation] = time.monotonic() + min(self.poll_seconds * 2**count, LONGEST_PAUSE_SECONDS)
 
     def _is_stuck(self, operation: str) -> bool:
         """Whether a snapshot has been waiting for other hosts for long: they may never have had it."""

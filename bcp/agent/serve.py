@@ -7,26 +7,27 @@ are held until the connection ends: nobody takes their memory away.
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Self
 
 from bcp._log import log
 from bcp._sockets import Wire
-from bcp.errors import StorageError
+from bcp.errors import BcpError, StorageError
+from bcp.format.metadata import owner_of
 from bcp.runtime.process import process_lock
 from bcp.tiers.folder import Mark, NodeFolder
 from bcp.tiers.wire import Status, StrangerError, pull_request, push_answer, welcome
 
 __all__ = ["MemoryServer", "serving"]
 
-KEY = re.compile(r"(?:[a-z_]+)/(?:[0-9a-f]{2}-)?(\d{5,10})-([0-9a-f]{16})\.(?:safetensors|arrow)")
 MOST_CONNECTIONS = 256
 GREETING_SECONDS = 10.0
 IDLE_SECONDS = 600.0
+PAUSE_SECONDS = 0.1
 
 
 @contextmanager
@@ -39,7 +40,10 @@ def serving(folder: NodeFolder, listen: str) -> Iterator[None]:
     with MemoryServer(folder, host.strip("[]"), int(port)) as server:
         shown = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
         folder.put_address(f"{shown}:{server.address[1]}")
-        yield
+        try:
+            yield
+        finally:
+            folder.put_address("")
 
 
 class MemoryServer:
@@ -69,6 +73,7 @@ class MemoryServer:
             raise StorageError(f"the agent cannot listen on {host}, port {port}: {error}") from error
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._open: set[socket.socket] = set()
+        self._is_closed = False
         self._lock = process_lock()
 
     def __repr__(self) -> str:
@@ -80,7 +85,10 @@ class MemoryServer:
 
     def __exit__(self, *_: object) -> None:
         """Close all connections."""
-        for each in (self._listener, *self._open):
+        self._is_closed = True
+        with self._lock:
+            connections = [self._listener, *self._open]
+        for each in connections:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
@@ -89,8 +97,12 @@ class MemoryServer:
         while True:
             try:
                 connection, peer = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._is_closed:
+                    return
+                log.warning("a reader was not let in", address=self.address, reason=str(error))
+                time.sleep(PAUSE_SECONDS)  # no descriptors are left, as a rule
+                continue
             with self._lock:
                 if len(self._open) >= MOST_CONNECTIONS:
                     connection.close()
@@ -111,7 +123,7 @@ class MemoryServer:
                     self._answer(connection, wire, stack, held)
         except StrangerError as error:
             log.warning("a stranger was turned away", peer=peer, reason=str(error))
-        except OSError as error:
+        except (OSError, BcpError) as error:
             log.info("a reader has gone", peer=peer, reason=str(error))
         finally:
             with self._lock:
@@ -120,11 +132,11 @@ class MemoryServer:
     def _answer(self, connection: socket.socket, wire: Wire, stack: ExitStack, held: dict[Mark, bool]) -> None:
         """Answer one request."""
         want = pull_request(wire)
-        match = KEY.fullmatch(want.key)
-        if match is None:
+        owner = owner_of(want.key)
+        if owner is None:
             push_answer(wire, Status.FAILED, f"{want.key!r} is no file of a snapshot")
             return
-        mark = Mark(match[2], int(match[1]))
+        mark = Mark(owner[1], owner[0])
         if mark not in held:
             held[mark] = stack.enter_context(self._folder.holding(mark)) is not None
         if not held[mark]:

@@ -66,6 +66,7 @@ __all__ = [
     "encode_metadata",
     "is_over_foreign",
     "operation_of",
+    "owner_of",
     "receipt_key",
     "stored_files",
 ]
@@ -79,7 +80,7 @@ EXTRA_NAME = "state"
 MAGIC = b"BCPMETA"
 OPERATION = re.compile(r"[0-9a-f]{16}")
 KEY = re.compile(
-    rf"(?:.*/)?(?:{'|'.join(KINDS)}|receipts)/(?:[0-9a-f]{{2}}-)?\d{{5,}}-([0-9a-f]{{16}})\.(?:safetensors|bcp|arrow)"
+    rf"(?:.*/)?(?:{'|'.join(KINDS)}|receipts)/(?:[0-9a-f]{{2}}-)?(\d{{5,}})-([0-9a-f]{{16}})\.(?:safetensors|bcp|arrow)"
 )
 SPREAD_RANKS = 1000
 """From this rank on keys begin with a hash: object stores divide their servers by the first characters of keys."""
@@ -189,7 +190,13 @@ def receipt_key(rank: int, operation: str) -> str:
 def operation_of(key: str) -> str | None:
     """Return the operation id in the key of a data file or receipt; None for any other key."""
     match = KEY.fullmatch(key)
-    return match[1] if match else None
+    return match[2] if match else None
+
+
+def owner_of(key: str) -> tuple[int, str] | None:
+    """Return rank and operation id in the key of a data file or receipt; None for any other key, also in a folder."""
+    match = KEY.fullmatch(key)
+    return (int(match[1]), match[2]) if match and key.count("/") == 1 else None
 
 
 def _stem(rank: int, operation: str) -> str:

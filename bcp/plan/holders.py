@@ -1,4 +1,4 @@
-"""Which snapshot in the memories of hosts is whole, and who reads what of it (Gemini's recovery, paper sec. 7).
+"""Find the newest whole snapshot in the memories of hosts, and divide its digests (Gemini's recovery, paper sec. 7).
 
 The save has proved that the files of all ranks tile every tensor. So a snapshot is whole if each rank's files have a
 holder: a set difference, for which no tensor is looked at.

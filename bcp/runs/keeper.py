@@ -205,7 +205,7 @@ class Keeper:
         try:
             await self._note(marked)
         except (StorageError, InputError) as failure:
-            error.add_note(f"Step {sorted(self._tried)} could not be marked as suspect: {failure}")
+            error.add_note(f"Steps {sorted(self._tried)} could not be marked as suspect: {failure}")
 
     async def committed(self, step: int, metrics: Mapping[str, float], live: Collection[int]) -> None:
         """Enter a checkpoint into the ledger, then delete older ones that the policy gives up.

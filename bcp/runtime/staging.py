@@ -241,16 +241,14 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
     return _touched(memory, nbytes, pinned=pinned)
 
 
-def map_file(fd: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Return the first bytes of a file as uint8 memory, for copies from devices. What is written there is in the file.
-
-    The file has so many bytes, and keeps them while the memory lives. It may be on tmpfs.
+def map_file(fd: int, nbytes: int) -> torch.Tensor:
+    """Return the bytes of a file, which has so many and keeps them, as uint8[nbytes]. Writes go to the file.
 
     Raises:
-        OSError: the file cannot be mapped, or the driver refused to lock its pages.
+        OSError: the file cannot be mapped.
 
     """
-    return _touched(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED), nbytes, pinned=pinned)
+    return _touched(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED), nbytes, pinned=False)
 
 
 def _touched(memory: mmap.mmap, nbytes: int, *, pinned: bool) -> torch.Tensor:

@@ -16,7 +16,7 @@ import re
 import secrets
 import stat
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,17 +26,16 @@ from bcp._messages.tiers import Intent
 from bcp.backends import LocalBackend
 from bcp.errors import CheckpointError, CorruptError, InputError, StorageError
 from bcp.format.container import digest
-from bcp.format.metadata import OPERATION, data_key, receipt_key
+from bcp.format.metadata import OPERATION, owner_of, receipt_key
 from bcp.format.receipt import Receipt
 from bcp.plan.shards import KINDS
 from bcp.runtime.process import in_forked_child
 from bcp.tiers.intent import decode_intent, encode_intent
 
-__all__ = ["Held", "Mark", "Member", "NodeFolder", "keys_of"]
+__all__ = ["Held", "Mark", "Member", "NodeFolder", "told"]
 
 INTENTS, LAYOUTS, MEMBERS, ENDED, LOCK = "intents", "layouts", "members", "ended", "lock"
 NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
-STEM = re.compile(r"(?:[0-9a-f]{2}-)?([0-9]{5,10})-([0-9a-f]{16})")
 SERVED, TOKEN, ADDRESS = "served", "token", "address"
 PRIVATE = 0o700
 
@@ -115,7 +114,9 @@ class NodeFolder:
 
         """
         self.root, self.files = root, LocalBackend(root)
-        with _told(root):
+        if not root.parent.is_dir():
+            raise InputError(f"{root.parent} is no directory, so that no memory tier can be in it: pass another folder")
+        with told(root):
             with suppress(FileExistsError):
                 root.mkdir(PRIVATE)
             _check_private(root)
@@ -131,7 +132,7 @@ class NodeFolder:
         """Keep an encoded layout, once; return its digest."""
         name = digest(layout)
         path = self.root / LAYOUTS / name.hex()
-        with _told(path):
+        with told(path):
             if not path.exists():
                 _write(path, layout)
         return name
@@ -139,12 +140,12 @@ class NodeFolder:
     def prepare(self, intent: Intent) -> None:
         """Write an intent under a name that does not count yet."""
         path = self._new(_mark_of(intent))
-        with _told(path):
+        with told(path):
             path.write_bytes(encode_intent(intent))
 
     def mark(self, mark: Mark) -> None:
         """Let the prepared intent, and the files that it names, count from now on."""
-        with _told(self._path(mark)):
+        with told(self._path(mark)):
             self._new(mark).rename(self._path(mark))
 
     def forget(self, mark: Mark) -> None:
@@ -159,7 +160,7 @@ class NodeFolder:
                 return True
             if not _locked(fd, fcntl.LOCK_EX):
                 return False
-            with _told(self._path(mark)):
+            with told(self._path(mark)):
                 self._path(mark).unlink(missing_ok=True)
                 (self.root / receipt_key(mark.rank, mark.operation)).unlink(missing_ok=True)
             return True
@@ -185,7 +186,7 @@ class NodeFolder:
 
         """
         path = self.root / MEMBERS / f"{rank:05d}"
-        with _told(path):
+        with told(path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         if _locked(fd, fcntl.LOCK_EX):
             return Member(fd)
@@ -215,11 +216,11 @@ class NodeFolder:
     def data_files(self) -> dict[Mark, list[Path]]:
         """List all data files, marked or not, by the save and the rank in their names."""
         found: dict[Mark, list[Path]] = {}
-        with _told(self.root):
+        with told(self.root):
             for kind in KINDS:
                 for path in sorted((self.root / kind).glob("*.safetensors")):
-                    if name := STEM.fullmatch(path.stem):
-                        found.setdefault(Mark(name[2], int(name[1])), []).append(path)
+                    if owner := owner_of(f"{kind}/{path.name}"):
+                        found.setdefault(Mark(owner[1], owner[0]), []).append(path)
         return found
 
     # -- the agent's door --------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class NodeFolder:
 
     def put_token(self, token: bytes) -> None:
         """Keep the job's secret, for the agent and the trainers of this host."""
-        with _told(self.root / TOKEN):
+        with told(self.root / TOKEN):
             if self.token() != token:
                 _write(self.root / TOKEN, token, 0o600)
 
@@ -240,12 +241,12 @@ class NodeFolder:
 
     def put_address(self, address: str) -> None:
         """Say where the agent serves."""
-        with _told(self.root / ADDRESS):
+        with told(self.root / ADDRESS):
             _write(self.root / ADDRESS, address.encode())
 
     def _small(self, name: str) -> bytes:
         try:
-            with _told(self.root / name):
+            with told(self.root / name):
                 return (self.root / name).read_bytes()
         except FileNotFoundError:
             return b""
@@ -255,13 +256,13 @@ class NodeFolder:
     def end(self, operation: str, outcome: str) -> None:
         """Note what has become of a save; nobody makes it durable again."""
         path = self.root / ENDED / operation
-        with _told(path):
+        with told(path):
             _write(path, outcome.encode())
 
     def ended(self) -> dict[str, str]:
         """Return what has become of each save that has ended, by its operation."""
         found = {}
-        with _told(self.root):
+        with told(self.root):
             for path in (self.root / ENDED).iterdir():
                 if OPERATION.fullmatch(path.name):
                     found[path.name] = path.read_text()
@@ -270,7 +271,7 @@ class NodeFolder:
     def forget_ended(self) -> None:
         """Remove the notes of saves that have no marks any more."""
         marked = {mark.operation for mark in self.marks()}
-        with _told(self.root):
+        with told(self.root):
             for operation in self.ended().keys() - marked:
                 (self.root / ENDED / operation).unlink(missing_ok=True)
 
@@ -278,7 +279,7 @@ class NodeFolder:
 
     def marks(self) -> list[Mark]:
         """List all marks, by operation and rank."""
-        with _told(self.root):
+        with told(self.root):
             names = [NAME.fullmatch(path.name) for path in (self.root / INTENTS).iterdir()]
         return sorted(Mark(name[2], int(name[1])) for name in names if name)
 
@@ -286,7 +287,7 @@ class NodeFolder:
         """Return when each mark was prepared, in seconds since the epoch."""
         found = {}
         for mark in self.marks():
-            with suppress(FileNotFoundError), _told(self._path(mark)):
+            with suppress(FileNotFoundError), told(self._path(mark)):
                 found[mark] = self._path(mark).stat().st_mtime
         return found
 
@@ -319,7 +320,7 @@ class NodeFolder:
         """
         path = self.root / LAYOUTS / name.hex()
         try:
-            with _told(path):
+            with told(path):
                 data = path.read_bytes()
         except FileNotFoundError:
             raise CorruptError(f"{path} is missing; the files of this layout cannot be committed from here") from None
@@ -331,7 +332,7 @@ class NodeFolder:
 
     @contextmanager
     def _opened_lock(self, name: str) -> Iterator[int]:
-        with _told(self.root / name):
+        with told(self.root / name):
             fd = os.open(self.root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             yield fd
@@ -356,12 +357,6 @@ class NodeFolder:
             yield fd
         finally:
             _let_go(fd)
-
-
-def keys_of(blank: Receipt) -> Sequence[str]:
-    """Return the keys of a rank's data files, and last that of its receipt."""
-    data = [data_key(file.kind, blank.rank, blank.operation, encoded=bool(file.codecs)) for file in blank.files]
-    return [*data, receipt_key(blank.rank, blank.operation)]
 
 
 def _mark_of(intent: Intent) -> Mark:
@@ -416,7 +411,7 @@ def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def told(path: Path) -> Iterator[None]:
     """Raise StorageError, which names the file, for an error of the system; a missing file is the caller's business."""
     try:
         yield

@@ -19,7 +19,7 @@ from bcp.backends.files import fallocate
 from bcp.errors import StorageError
 from bcp.runtime.staging import map_file
 from bcp.stages.items import WriteItem
-from bcp.tiers.folder import NodeFolder
+from bcp.tiers.folder import NodeFolder, told
 
 __all__ = ["TierMemory"]
 
@@ -41,11 +41,11 @@ class TierMemory:
         folder: of the host.
         rank: whose files these are.
         live: operations whose snapshots a recovery may need. They are the newest ones that all ranks have marked.
-        promised: operations of the snapshots that shall go to durable storage, oldest first.
+        promised: operation of the newest snapshot that shall go to durable storage; empty for none.
         layout: digest of the layout of the last save; empty before the first.
     """
 
-    def __init__(self, folder: NodeFolder, rank: int, *, pinned: bool = False) -> None:
+    def __init__(self, folder: NodeFolder, rank: int) -> None:
         """Become this rank in the folder, until :meth:`close`.
 
         Raises:
@@ -53,11 +53,10 @@ class TierMemory:
 
         """
         self.folder, self.rank = folder, rank
-        self._pinned = pinned
         with folder.arranging():
             self._member = folder.join(rank)
         self.live: frozenset[str] = frozenset()
-        self.promised: list[str] = []
+        self.promised = ""
         self.layout = b""
         self._mapped: dict[Inode, Kept] = {}
         self._open: dict[str, Kept] = {}
@@ -96,27 +95,36 @@ class TierMemory:
             StorageError: there is no room.
 
         """
-        with self.folder.arranging():
-            free = self._freed(operation, sizes.values())
-            self._open = {}
-            missing = {}
-            for key, nbytes in sizes.items():
-                path = self.folder.root / key
-                path.parent.mkdir(0o700, exist_ok=True)
-                old = self._chosen(free, nbytes)
-                if old is None:
-                    missing[path] = nbytes
-                    continue
-                free.remove(old)
-                old.rename(path)
-                self._open[key] = self._of(path, nbytes)
-            for path in free:
-                self._mapped.pop(_inode(path), None)  # the next file may get its number
-                path.unlink()
-            for path, nbytes in missing.items():
-                self._make(path, nbytes)
-                self._open[path.relative_to(self.folder.root).as_posix()] = self._of(path, nbytes)
-            alive = {_inode(path) for paths in self.folder.data_files().values() for path in paths}
+        try:
+            with told(self.folder.root), self.folder.arranging():
+                self._arrange(sizes, operation)
+        except FileNotFoundError as error:
+            raise StorageError(
+                f"a file of rank {self.rank} in {self.folder.root} was deleted meanwhile: {error}"
+            ) from error
+
+    def _arrange(self, sizes: Mapping[str, int], operation: str) -> None:
+        """Give files of older snapshots new names, and make those that are missing."""
+        free = self._freed(operation, sizes.values())
+        self._open = {}
+        missing = {}
+        for key, nbytes in sizes.items():
+            path = self.folder.root / key
+            path.parent.mkdir(0o700, exist_ok=True)
+            old = self._chosen(free, nbytes)
+            if old is None:
+                missing[path] = nbytes
+                continue
+            free.remove(old)
+            old.rename(path)
+            self._open[key] = self._of(path, nbytes)
+        for path in free:
+            self._mapped.pop(_inode(path), None)  # the next file may get its number
+            path.unlink()
+        for path, nbytes in missing.items():
+            self._make(path, nbytes)
+            self._open[path.relative_to(self.folder.root).as_posix()] = self._of(path, nbytes)
+        alive = {_inode(path) for paths in self.folder.data_files().values() for path in paths}
         self._mapped = {inode: each for inode, each in self._mapped.items() if inode in alive}
 
     def _freed(self, operation: str, sizes: Collection[int]) -> list[Path]:
@@ -127,10 +135,10 @@ class TierMemory:
         there, stays, too.
         """
         there, ages, ended = self.folder.data_files(), self.folder.ages(), self.folder.ended()
-        promised = next((each for each in reversed(self.promised) if each not in ended), None)
+        needed = {operation, *self.live, *({self.promised} - ended.keys())}
         free: list[Path] = []
         for mark, paths in sorted(there.items(), key=lambda each: ages.get(each[0], -1.0)):
-            if mark.operation in (operation, promised) or mark.operation in self.live:
+            if mark.operation in needed:
                 continue
             if mark.rank != self.rank and self.folder.is_member(mark.rank):
                 continue
@@ -151,7 +159,7 @@ class TierMemory:
         if inode not in self._mapped:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                self._mapped[inode] = Kept(map_file(fd, nbytes, pinned=self._pinned), nbytes)
+                self._mapped[inode] = Kept(map_file(fd, nbytes), nbytes)
             finally:
                 os.close(fd)
         return self._mapped[inode]

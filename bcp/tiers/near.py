@@ -6,28 +6,25 @@ the save has written, or an error that names all copies.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bcp._log import log
 from bcp.backends.small import get_small
-from bcp.errors import CorruptError, InputError, StorageError
+from bcp.errors import CorruptError, StorageError
 from bcp.format.checksums import digests
 from bcp.format.container import digest
-from bcp.format.metadata import METADATA_KEY, Commit, decode_metadata, receipt_key
+from bcp.format.metadata import METADATA_KEY, Commit, decode_metadata, owner_of, receipt_key
 from bcp.format.receipt import Blocks, decode_receipt, receipt_digest
 from bcp.plan.shards import KINDS
-from bcp.protocols import Backend, Buffer, ObjectInfo, PartWriter, Version
+from bcp.protocols import Backend, Buffer, ObjectInfo, Version
 from bcp.runtime.threads import in_thread
+from bcp.tiers.refusals import ReadOnly
 
 __all__ = ["Copy", "NearBackend"]
-
-KEY = re.compile(r"([a-z_]+)/(?:[0-9a-f]{2}-)?(\d{5,})-[0-9a-f]{16}\.(?:safetensors|arrow)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class Copy:
     files: Backend
 
 
-class NearBackend:
+class NearBackend(ReadOnly):
     """A :class:`~bcp.protocols.Backend` that reads one snapshot, and writes nothing.
 
     Attributes:
@@ -64,6 +61,7 @@ class NearBackend:
         self._metadata = metadata
         self._commit: Commit = decode_metadata(metadata, METADATA_KEY).commit
         self._copies = copies
+        self._receipts: dict[str, Buffer] = {}
         self._blocks: dict[str, Blocks] = {}
 
     def __repr__(self) -> str:
@@ -75,8 +73,9 @@ class NearBackend:
         """Read the metadata, or a receipt that is the one of the commit."""
         if key == METADATA_KEY:
             return self._metadata
-        _, rank = self._named(key)
-        reasons = []
+        if key in self._receipts:
+            return self._receipts[key]
+        rank, reasons = self._rank(key), []
         for copy in self._copies.get(rank, ()):
             try:
                 data = await get_small(copy.files, key)
@@ -85,15 +84,15 @@ class NearBackend:
                 continue
             if receipt_digest(data) == self._commit.receipt(rank):
                 self.read_nbytes[copy.name] += memoryview(data).nbytes
+                self._receipts[key] = data
                 return data
             reasons.append(self._pass_over(copy, key, "it is not the receipt of this save"))
         raise self._lost(key, reasons)
 
     async def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill ``out`` from the first copy whose blocks have their checksums."""
-        kind, rank = self._named(key)
-        blocks = await self._blocks_of(kind, rank, key)
-        reasons = []
+        rank = self._rank(key)
+        blocks, reasons = await self._blocks_of(rank, key), []
         for copy in self._copies.get(rank, ()):
             try:
                 await copy.files.read_into(key, start, out)
@@ -114,29 +113,6 @@ class NearBackend:
         """List the metadata alone: what is there beside it is known by the layout."""
         return [ObjectInfo(METADATA_KEY, len(self._metadata))] if METADATA_KEY.startswith(prefix) else []
 
-    # -- writes ------------------------------------------------------------------------------------
-
-    async def put(self, key: str, data: Buffer) -> None:
-        """Refuse."""
-        del data
-        raise self._refused(key)
-
-    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
-        """Refuse."""
-        del data, expected
-        raise self._refused(key)
-
-    @asynccontextmanager
-    async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[PartWriter]:
-        """Refuse."""
-        del nbytes
-        raise self._refused(key)
-        yield  # it is a generator
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        """Refuse."""
-        raise self._refused(", ".join(keys))
-
     async def aclose(self) -> None:
         """Close the connections to other hosts."""
         for copy in {id(each): each for copies in self._copies.values() for each in copies}.values():
@@ -144,22 +120,22 @@ class NearBackend:
 
     # -- details -----------------------------------------------------------------------------------
 
-    async def _blocks_of(self, kind: str, rank: int, key: str) -> Blocks:
+    async def _blocks_of(self, rank: int, key: str) -> Blocks:
         """Return the blocks of a data file, with their checksums."""
         if key not in self._blocks:
             receipt = decode_receipt(await self.get(receipt_key(rank, self._commit.operation)), key)
-            file = receipt.file(KINDS.index(kind))
+            file = receipt.file(KINDS.index(key.partition("/")[0]))
             if file is None:
                 raise CorruptError(f"{key} is no file of rank {rank} in operation {self._commit.operation}")
             self._blocks[key] = file.blocks
         return self._blocks[key]
 
-    def _named(self, key: str) -> tuple[str, int]:
-        """Return the kind and the rank in a key. Raises FileNotFoundError for other names."""
-        match = KEY.fullmatch(key)
-        if match is None:
+    def _rank(self, key: str) -> int:
+        """Return the rank in a key of this save. Raises FileNotFoundError for other names."""
+        owner = owner_of(key)
+        if owner is None or owner[1] != self._commit.operation:
             raise FileNotFoundError(f"{self!r} has no {key}")
-        return match[1], int(match[2])
+        return owner[0]
 
     def _pass_over(self, copy: Copy, key: str, reason: str) -> str:
         self.passed_over[copy.name] += 1
@@ -169,9 +145,6 @@ class NearBackend:
     def _lost(self, key: str, reasons: Sequence[str]) -> CorruptError:
         words = "; ".join(reasons) or "no host has it"
         return CorruptError(f"{key} of operation {self._commit.operation} cannot be read from memory ({words})")
-
-    def _refused(self, key: str) -> InputError:
-        return InputError(f"{self!r} is read only, and {key!r} cannot be written or deleted there")
 
 
 def _wrong(blocks: Blocks, start: int, out: memoryview) -> str:

@@ -2,67 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from contextlib import suppress
 
 from bcp._messages.tiers import Want
 from bcp._sockets import Wire
 from bcp.backends.small import check_small
-from bcp.errors import CorruptError, InputError, StorageError
-from bcp.protocols import Buffer, ObjectInfo, PartWriter, Version
+from bcp.errors import CorruptError, StorageError
+from bcp.protocols import Buffer
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread
+from bcp.tiers.refusals import ReadOnly
 from bcp.tiers.wire import Status, StrangerError, connected, dial, pull_head, push_request
 
 __all__ = ["NoAgent", "PeerMemory"]
-
-T = TypeVar("T")
 
 SECONDS = 30.0
 """Silence after which an agent counts as gone; the next copy is read then."""
 
 
-class _ReadsOnly:
-    """What memories of other hosts do not do."""
-
-    async def version(self, key: str) -> Version | None:
-        """Refuse: marked files do not change."""
-        raise self._refused(key)
-
-    async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
-        """Refuse: hosts tell what they hold when they look for a snapshot."""
-        raise self._refused(prefix)
-
-    async def put(self, key: str, data: Buffer) -> None:
-        """Refuse."""
-        del data
-        raise self._refused(key)
-
-    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
-        """Refuse."""
-        del data, expected
-        raise self._refused(key)
-
-    @asynccontextmanager
-    async def open_write(self, key: str, nbytes: int | None = None) -> AsyncIterator[PartWriter]:
-        """Refuse."""
-        del nbytes
-        raise self._refused(key)
-        yield  # it is a generator
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        """Refuse."""
-        raise self._refused(", ".join(keys))
-
-    def _refused(self, key: str) -> InputError:
-        return InputError(f"{self!r} is for reads of files alone, and was asked for {key!r}")
-
-    async def aclose(self) -> None:
-        """Close nothing."""
-
-
-class NoAgent(_ReadsOnly):
+class NoAgent(ReadOnly):
     """The memory of a host whose agent serves nobody: each read leads to the next copy."""
 
     def __init__(self, name: str) -> None:
@@ -84,7 +42,7 @@ class NoAgent(_ReadsOnly):
         return StorageError(f"host {self._name} has {key}, and its agent serves no other host: start it with --listen")
 
 
-class PeerMemory(_ReadsOnly):
+class PeerMemory(ReadOnly):
     """A :class:`~bcp.protocols.Backend` that reads marked files of another host; it writes and lists nothing."""
 
     at_once = 4

@@ -1,4 +1,4 @@
-"""The newest snapshot in memory that is whole, found by all ranks of a job together, in any number and on any host.
+"""Find the newest whole snapshot in memory, by all ranks of a job, in any number and on any hosts.
 
 Each rank tells what its host holds. Rank 0 chooses. Files that nobody has digested yet are digested where they are, and
 the metadata are made as a commit would have made them. Every rank takes part, that of an empty host, too.
@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from functools import partial
+from itertools import groupby
 from operator import attrgetter
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from bcp._agree import collective_operation, gather_broadcast, gather_scatter
+from bcp._agree import collective_operation, gather_broadcast
 from bcp._messages.tiers import Digested, HeldRanks, Holdings, Intent, MadeMetadata, Recovery
 from bcp._sockets import new_token
 from bcp.errors import BcpError, CorruptError
 from bcp.format.metadata import encode_metadata
 from bcp.format.receipt import receipt_digest
+from bcp.plan.columns import Ints
 from bcp.plan.holders import Holding, Whole, divide, newest_whole
-from bcp.protocols import Agreement, Backend, Coordinator
+from bcp.protocols import Backend, Coordinator
 from bcp.runtime.threads import in_thread
 from bcp.tiers.digests import digested
 from bcp.tiers.folder import Mark, NodeFolder
@@ -78,15 +81,18 @@ async def find_whole(
         PeerError: another rank has failed.
 
     """
+    leader = _Leader()  # rank 0 alone is asked
     async with collective_operation(ranks.begin("find a snapshot in memory", patience)) as agreement:
-        own = await in_thread(_holdings, folder, node)
-        leader = _Leader() if ranks.rank == 0 else None
+        own = (await in_thread(_holdings, folder, node)).encode()
         while True:
-            answer = await _chosen(agreement, ranks.rank, own, leader)
+            told = await gather_broadcast(agreement, "memory", ranks.rank, own, leader.choose)
+            answer = Recovery.decode(told, sender=0)
             await in_thread(folder.put_token, answer.token)
             if not answer.operation:
                 return None
-            made = await _metadata(agreement, ranks.rank, folder, answer, leader)
+            share = (await _digests(folder, answer, ranks.rank)).encode()
+            make = partial(leader.make, answer)
+            made = MadeMetadata.decode(await gather_broadcast(agreement, "digests", ranks.rank, share, make), sender=0)
             if made.metadata:
                 copies = _copies(answer, folder, node, reach)
                 return Found(answer.operation, answer.step, NearBackend(made.metadata, copies), answer.reasons)
@@ -94,110 +100,75 @@ async def find_whole(
 
 @dataclass(slots=True)
 class _Leader:
-    """What rank 0 knows.
+    """Rank 0's part.
 
     Attributes:
         damaged: hosts and operations whose files cannot be used, and why.
-        host_of: the host of each rank.
-        whole: the snapshot that was chosen last.
-        reader_of: who digests the files of each rank that has saved.
     """
 
     damaged: dict[tuple[int, str], str] = field(default_factory=dict)
-    host_of: Sequence[int] = ()
-    whole: Whole | None = None
-    reader_of: Sequence[int] = ()
 
-    def choose(self, messages: Sequence[bytes]) -> Sequence[bytes]:
-        """Choose the snapshot, and divide the digests."""
+    async def choose(self, messages: Sequence[bytes]) -> bytes:
+        """Choose the newest whole snapshot."""
         told = Holdings.decode_all(messages)
+        first = {each.node: each for each in reversed(told)}
         names = list(dict.fromkeys(each.node for each in told))
         number = {name: host for host, name in enumerate(names)}
-        self.host_of = [number[each.node] for each in told]
-        first = {each.node: each for each in reversed(told)}
         token = next((each.token for each in told if each.token), b"") or new_token().encode()
-        held = [[_holding(each) for each in first[name].held] for name in names]
-        self.whole, why = newest_whole(held, self.damaged)
+        whole, why = newest_whole([[_holding(each) for each in first[name].held] for name in names], self.damaged)
         reasons = (*self.damaged.values(), *why.values())
-        if self.whole is None:
-            return [Recovery("", 0, reasons, token=token).encode()] * len(messages)
-        self.reader_of = divide(self.whole, self.host_of).tolist()
-        whole, readers = self.whole, np.array(self.reader_of)
-        teller = self.reader_of[0]
-        return [
-            Recovery(
-                whole.operation,
-                whole.step,
-                reasons,
-                tuple(names),
-                holder=whole.holder.astype("<i8").tobytes(),
-                begin=whole.begin.astype("<i8").tobytes(),
-                digests=np.flatnonzero(readers == reader).astype("<i8").tobytes(),
-                addresses=tuple(first[name].address for name in names),
-                token=token,
-                tells=reader == teller,
-            ).encode()
-            for reader in range(len(messages))
-        ]
+        if whole is None:
+            return Recovery("", 0, 0, reasons, token).encode()
+        return Recovery(
+            whole.operation,
+            whole.step,
+            whole.world_size,
+            reasons,
+            token,
+            tuple(names),
+            tuple(first[name].address for name in names),
+            _packed([number[each.node] for each in told]),
+            _packed(whole.holder),
+            _packed(whole.begin),
+        ).encode()
 
-    async def make(self, messages: Sequence[bytes]) -> bytes:
+    async def make(self, answer: Recovery, messages: Sequence[bytes]) -> bytes:
         """Make the metadata; or note whose files are damaged."""
-        assert self.whole is not None  # noqa: S101 -- choose() came before
-        told = Digested.decode_all(messages)
+        told, host_of = Digested.decode_all(messages), _numbers(answer.host_of).tolist()
         errors = {reader: each.error for reader, each in enumerate(told) if each.error}
         for reader, error in errors.items():
-            self.damaged[self.host_of[reader], self.whole.operation] = f"step {self.whole.step}: {error}"
+            self.damaged[host_of[reader], answer.operation] = f"step {answer.step}: {error}"
         if errors:
-            return MadeMetadata(b"", next(iter(errors.values()))).encode()
+            return MadeMetadata(b"").encode()
         receipts: dict[int, bytes] = {}
         for each in told:
-            for number, rank in enumerate(_numbers(each.ranks)):
+            for number, rank in enumerate(_numbers(each.ranks).tolist()):
                 receipts[rank] = each.receipts[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-        teller = told[self.reader_of[0]]
+        [teller] = [each for each in told if each.intent]
         intent = Intent.decode(teller.intent)
-        commit = commit_of(intent, b"".join(receipts[rank] for rank in range(intent.world_size)))
+        commit = commit_of(intent, b"".join(receipts[rank] for rank in range(answer.world_size)))
         return MadeMetadata(encode_metadata(teller.layout, commit)).encode()
 
 
-async def _chosen(agreement: Agreement, rank: int, own: Holdings, leader: _Leader | None) -> Recovery:
-    choose = leader.choose if leader else _nobody
-    return Recovery.decode(await gather_scatter(agreement, "memory", rank, own.encode(), choose), sender=0)
+async def _digests(folder: NodeFolder, answer: Recovery, rank: int) -> Digested:
+    """Digest the files of this reader's share, unless that was done before.
 
-
-def _nobody(_: Sequence[bytes]) -> Sequence[bytes]:
-    raise BcpError("only rank 0 chooses a snapshot")
-
-
-async def _metadata(
-    agreement: Agreement, rank: int, folder: NodeFolder, answer: Recovery, leader: _Leader | None
-) -> MadeMetadata:
-    """Digest this reader's share; return the metadata that rank 0 makes of all shares."""
-
-    async def make(messages: Sequence[bytes]) -> bytes:
-        if leader is None:
-            raise BcpError("only rank 0 makes metadata")
-        return await leader.make(messages)
-
-    own = await _digests(folder, answer)
-    return MadeMetadata.decode(await gather_broadcast(agreement, "digests", rank, own.encode(), make), sender=0)
-
-
-async def _digests(folder: NodeFolder, answer: Recovery) -> Digested:
-    """Digest the files of some ranks, unless that was done before; an error is told, and is none of this rank."""
+    An error is told, and is none of this rank. The reader with the files of rank 0 tells intent and layout, too.
+    """
     receipts, intent, layout = [], b"", b""
-    ranks = _numbers(answer.digests)
+    ranks = np.flatnonzero(divide(_whole(answer), _numbers(answer.host_of).tolist()) == rank)
     try:
-        for number, saved in enumerate(ranks):
+        for saved in ranks.tolist():
             with folder.holding(Mark(answer.operation, saved)) as held:
                 if held is None:
                     raise CorruptError(f"the files of rank {saved} have gone from {folder.root}")
                 receipts.append(receipt_digest(await digested(folder.files, held.blank)))
-                if answer.tells and not number:
+                if saved == 0:
                     intent = msgspec.structs.replace(held.intent, receipt=b"").encode()
                     layout = await in_thread(folder.layout, held.intent.layout)
     except BcpError as error:
         return Digested(b"", b"", error=str(error))
-    return Digested(answer.digests, b"".join(receipts), intent, layout)
+    return Digested(_packed(ranks), b"".join(receipts), intent, layout)
 
 
 def _holdings(folder: NodeFolder, node: str) -> Holdings:
@@ -208,13 +179,17 @@ def _holdings(folder: NodeFolder, node: str) -> Holdings:
             entered = [stack.enter_context(folder.holding(mark)) for mark in group]
             held = [each.intent for each in entered if each is not None]
         if held:
-            ranks = np.array(sorted(intent.rank for intent in held), "<i8").tobytes()
-            found.append(HeldRanks(operation, held[0].step, held[0].world_size, ranks))
+            ranks = sorted(intent.rank for intent in held)
+            found.append(HeldRanks(operation, held[0].step, held[0].world_size, _packed(ranks)))
     return Holdings(node, tuple(found), folder.address(), folder.token())
 
 
 def _holding(held: HeldRanks) -> Holding:
-    return Holding(held.operation, held.step, held.world_size, np.frombuffer(held.ranks, "<i8").astype(np.int64))
+    return Holding(held.operation, held.step, held.world_size, _numbers(held.ranks))
+
+
+def _whole(answer: Recovery) -> Whole:
+    return Whole(answer.operation, answer.step, answer.world_size, _numbers(answer.holder), _numbers(answer.begin))
 
 
 def _copies(answer: Recovery, folder: NodeFolder, node: str, reach: Reach) -> Mapping[int, Sequence[Copy]]:
@@ -222,13 +197,16 @@ def _copies(answer: Recovery, folder: NodeFolder, node: str, reach: Reach) -> Ma
     others = zip(answer.nodes, answer.addresses, strict=True)
     places = {name: Copy(name, reach(name, address, answer.token)) for name, address in others if name != node}
     places[node] = Copy(THIS_HOST, folder.files)
-    begin, holder = _numbers(answer.begin), _numbers(answer.holder)
-    copies = {}
-    for rank, (first, stop) in enumerate(pairwise(begin)):
-        names = sorted((answer.nodes[host] for host in holder[first:stop]), key=lambda name: name != node)
+    whole, copies = _whole(answer), {}
+    for rank in range(whole.world_size):
+        names = sorted((answer.nodes[host] for host in whole.of(rank).tolist()), key=lambda name: name != node)
         copies[rank] = [places[name] for name in names]
     return copies
 
 
-def _numbers(data: bytes) -> list[int]:
-    return list(np.frombuffer(data, "<i8").tolist())
+def _packed(numbers: npt.ArrayLike) -> bytes:
+    return np.asarray(numbers, "<i4").tobytes()
+
+
+def _numbers(data: bytes) -> Ints:
+    return np.frombuffer(data, "<i4").astype(np.int64)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from bcp import _save as saving
-from bcp._agree import capture_error, collective_operation, gather_broadcast, no_answer
+from bcp._agree import collective_operation, gather_broadcast, no_answer
 from bcp._job import SaveJob
 from bcp._messages.tiers import Intent, KnownLayout
-from bcp._workflow import edited
+from bcp._workflow import edited, plan_save
 from bcp.errors import BcpError
 from bcp.format.container import digest
 from bcp.format.receipt import encode_receipt
@@ -81,13 +81,7 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> KeptResult:
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
         async with job.opened, collective_operation(job.operation) as agreement:
             with job.watch.phase("plan"):
-                stock = await capture_error(in_thread_gc_paused(snapshot.take_stock)) if refusal is None else refusal
-                held, opening, plan, planned = await saving.plan_writes(agreement, job, stock, snapshot.fence)
-                job.watch.join(opening.operation, opening.trace)
-                items = await in_thread_gc_paused(
-                    saving.write_items, held, plan, opening.operation, job.rank, job.options
-                )
-                values = await in_thread(saving.owned_values, job, held, plan)
+                held, opening, planned, items, values = await plan_save(agreement, job, snapshot, refusal)
                 layout = await _layout(agreement, job, memory, planned.layout if planned else b"")
             mark = Mark(opening.operation, job.rank)
             try:
@@ -104,7 +98,7 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> KeptResult:
                 await gather_broadcast(agreement, "kept", job.rank, b"", no_answer)
             memory.live = frozenset({opening.operation})
             if aim.durable:
-                memory.promised.append(opening.operation)
+                memory.promised = opening.operation
     nbytes = sum(item.nbytes for item in items)
     return KeptResult(opening.operation, job.rank, nbytes, job.watch.seconds, snapshot.seconds)
 

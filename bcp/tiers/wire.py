@@ -1,4 +1,4 @@
-"""What passes between a host that reads and the agent of another host that has the files.
+"""The protocol between a reading host and the agent of another host.
 
 Both sides prove that they know the job's token, and neither shows it. A request is one message; its answer is a status,
 a length, and so many bytes of a file or of words.

@@ -259,7 +259,7 @@ def test_the_storage_of_a_snapshot_is_read_only(hosts: Hosts) -> None:
     hosts.train(4)
     found = hosts.find((0, 1))[0]
     assert found is not None
-    with pytest.raises(bcp.InputError, match="is read only"):
+    with pytest.raises(bcp.InputError, match="is for reads of files alone"):
         bcp.save(found.storage, {"model": {"w": torch.ones(2)}}, overwrite=True)
     with pytest.raises(CorruptError, match="cannot be read from memory"):
         asyncio.run(found.storage.get(f"receipts/00009-{found.operation}.arrow"))

@@ -14,7 +14,8 @@ from bcp.backends import LocalBackend
 from bcp.format.metadata import METADATA_KEY, decode_metadata, encode_layout
 from bcp.format.receipt import Receipt, decode_receipt, encode_receipt
 from bcp.read.opening import read_metadata
-from bcp.tiers.folder import Mark, NodeFolder, keys_of
+from bcp.tiers.digests import key_of
+from bcp.tiers.folder import Mark, NodeFolder
 
 __all__ = ["blank_of", "kept", "marks_of"]
 
@@ -43,7 +44,7 @@ def kept(direct: Path, root: Path, ranks: Sequence[int], **more: Any) -> NodeFol
     layout = folder.put_layout(encode_layout(metadata.layout))
     for rank in ranks:
         receipt = decode_receipt((direct / commit.receipt_key(rank)).read_bytes(), "receipt")
-        for key in keys_of(receipt)[:-1]:
+        for key in (key_of(receipt, file) for file in receipt.files):
             (root / key).parent.mkdir(exist_ok=True)
             shutil.copy(direct / key, root / key)
         facts = {"metrics": dict(commit.metrics), "place": "", "step": 7} | more

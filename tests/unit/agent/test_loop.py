@@ -93,10 +93,10 @@ def test_an_older_one_that_waits_for_other_hosts_ends_with_a_newer_commit(host: 
     lost = host.keep(1, ranks=(0,))
     assert not host.round()
     host.keep(2)
-    assert host.round()
+    host.round()
     assert host.durable() == {2}
-    assert host.folder.ended()[lost] == SUPERSEDED
     assert host.round()
+    assert host.folder.ended()[lost] == SUPERSEDED
 
 
 def test_an_agent_that_starts_again_knows_of_newer_commits(host: Host) -> None:
@@ -104,6 +104,7 @@ def test_an_agent_that_starts_again_knows_of_newer_commits(host: Host) -> None:
     assert host.round()
     host.keep(1, ranks=(0,))
     host.restarted()
+    assert not host.round()
     assert host.round()
     assert host.folder.ended()[newer] == Outcome.COMMITTED.name
 
@@ -120,10 +121,9 @@ def test_a_damaged_snapshot_ends_and_the_older_one_goes_on(host: Host) -> None:
     damaged = host.keep(2)
     for path in host.folder.root.glob(f"model/*{damaged}*"):
         path.unlink()
-    assert not host.round()
+    assert host.round()
     assert host.folder.ended()[damaged].startswith("DAMAGED: ")
     assert host.durable() == {1}
-    assert host.round()
 
 
 def test_storage_that_is_away_is_asked_again_later(host: Host, caplog: pytest.LogCaptureFixture) -> None:

@@ -102,7 +102,18 @@ def test_what_is_missing_or_short_is_told_as_by_any_storage(folder: NodeFolder, 
 
 
 @pytest.mark.parametrize(
-    "key", ["../../etc/passwd", "/etc/passwd", "intents/00000-0123456789abcdef", "lock", "layouts/x", "model/a", ""]
+    "key",
+    [
+        "../node/model/00000-0123456789abcdef.safetensors",
+        "../../etc/passwd",
+        "/etc/passwd",
+        "intents/00000-0123456789abcdef",
+        "lock",
+        "token",
+        "layouts/x",
+        "model/a",
+        "",
+    ],
 )
 def test_nothing_but_files_of_snapshots_is_served(key: str, peer: PeerMemory) -> None:
     with pytest.raises(StorageError, match="is no file of a snapshot"):
