@@ -98,7 +98,6 @@ def test_agents_beside_the_trainers(hosts: Hosts) -> None:
     for node in range(NODES):
         hosts.start(node)
     until(lambda: all((hosts.folder(node) / "served").exists() for node in range(NODES)), "the agents serve")
-    time.sleep(0.3)  # some looks at an empty folder
     assert hosts.train(9) == [*range(1, 10)]
     hosts.ended()
     assert {*hosts.durable()} <= {2, 4, 6, 8, 9}
