@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from bcp.state.random_states import RngState
     from bcp.state.trainable import trainable
     from bcp.state.units import prefetch_data_state
+    from bcp.tiers.options import Tiers
 
 __all__ = [
     "AsyncCheckpoint",
@@ -65,6 +66,7 @@ __all__ = [
     "SaveOptions",
     "SaveResult",
     "StepInfo",
+    "Tiers",
     "__version__",
     "alatest",
     "aload",
@@ -119,6 +121,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.state.units": ["prefetch_data_state"],
             "bcp.telemetry": [],
             "bcp.testing": [],
+            "bcp.tiers.options": ["Tiers"],
             "bcp.tools": [],
         },
         __all__,

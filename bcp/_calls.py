@@ -32,7 +32,7 @@ from bcp.runtime.device import Caller
 from bcp.runtime.threads import with_thread_setup
 from bcp.telemetry.watch import Kind, Watch
 from bcp.tiers.memory import TierMemory
-from bcp.tiers.saving import Aim, KeptResult, akeep
+from bcp.tiers.saving import Aim, akeep
 
 __all__ = [
     "LoadCall",
@@ -138,7 +138,7 @@ def keep_call(
     given: Coordinator | None,
     *,
     metrics: Mapping[str, float] | None = None,
-) -> SaveCall[KeptResult]:
+) -> SaveCall[SaveResult]:
     """Take this rank's place in a save into the memory of the hosts."""
     ranks = coordinator_for(given)
 
@@ -151,7 +151,7 @@ def keep_call(
         does = f"keep {aim} with world_size={ranks.world_size} balance={chosen.balance} part_bytes={chosen.part_bytes}"
         return replace(checked, name=f"snapshot of step {aim.step}", does=f"{does} replicas={chosen.replicas}")
 
-    async def work(job: SaveJob) -> KeptResult:
+    async def work(job: SaveJob) -> SaveResult:
         return await akeep(replace(job, metrics=metrics or {}), memory, aim)
 
     return _save_call(_take_place(ranks, "begin", options, check), work)

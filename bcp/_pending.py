@@ -58,6 +58,30 @@ class Pending(Generic[T]):
         except BcpError as error:
             raise plain(error) from error.__cause__
 
+    def released(self, timeout: float | None = None) -> None:
+        """Block until the save needs this process no more: whatever dies now, it becomes durable.
+
+        With ``bcp.Run(tiers=...)`` that is when all ranks have their snapshots in the memory of their hosts, where
+        agents take over. Any other save needs its process until it is committed, so this is :meth:`wait`.
+
+        Args:
+            timeout: seconds to wait; None for no limit.
+
+        Raises:
+            TimeoutError: it is not so far by then; the save goes on.
+            BcpError: the save failed before.
+
+        Example:
+            >>> import torch
+            >>> pending = bcp.save_async("ckpt/safe", {"model": torch.nn.Linear(4, 2)}, overwrite=True)
+            >>> pending.released()
+
+        """
+        try:
+            self._background.wait_handed_over(timeout)
+        except BcpError as error:
+            raise plain(error) from error.__cause__
+
     def done(self) -> bool:
         """Return whether the save has ended, well or not. It never blocks and never raises."""
         return self._background.done()
@@ -80,7 +104,8 @@ class Pending(Generic[T]):
         """Ask the save to stop; :meth:`wait` then raises ``CancelledError``.
 
         Written files are removed. A save that is cancelled during its commit is committed as a whole or not at all. Its
-        files then stay until the next save to the path, because they may belong to a checkpoint.
+        files then stay until the next save to the path, because they may belong to a checkpoint. A save that was
+        :meth:`released` goes on in the hands of agents.
         """
         self._background.cancel()
 

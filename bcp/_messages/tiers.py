@@ -17,8 +17,10 @@ __all__ = [
     "Holdings",
     "Intent",
     "KnownLayout",
+    "LeftBehind",
     "MadeMetadata",
     "Recovery",
+    "Settled",
     "Want",
 ]
 
@@ -135,6 +137,28 @@ class MadeMetadata(Message, frozen=True):
     """The metadata as a commit would have stored them; empty if the files of a host are damaged, to look again."""
 
     metadata: bytes
+    place: str = ""  # of the checkpoint below the durable root
+
+
+class LeftBehind(Message, frozen=True):
+    """The snapshots of one host that the job has given up, and that may be on their way to storage."""
+
+    places: tuple[str, ...]  # of their checkpoints below the durable root
+    operations: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        expect(
+            len(self.places) == len(self.operations),
+            *(OPERATION.fullmatch(each) is not None for each in self.operations),
+            *(PLACE.fullmatch(each) is not None for each in self.places),
+            reason=f"{len(self.places)} places with operations {self.operations}",
+        )
+
+
+class Settled(Message, frozen=True):
+    """All snapshots but the one that the job goes on from are given up."""
+
+    durable: bool  # whether storage has the checkpoint of that one
 
 
 class Drained(Message, frozen=True):

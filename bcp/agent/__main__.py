@@ -29,6 +29,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--listen", default="", metavar="HOST[:PORT]", help="let other hosts of the job read at this address"
     )
+    parser.add_argument(
+        "--storage-options", type=Path, metavar="FILE", help="options of the storage, as JSON; the file is private"
+    )
     parser.add_argument("--poll", type=float, default=0.5, metavar="SECONDS", help="how often to look for snapshots")
     parser.add_argument("--patience", type=float, default=30.0, metavar="SECONDS", help="how long to wait for others")
     parser.add_argument("--linger", type=float, default=3600.0, metavar="SECONDS", help="how long to outlive trainers")
@@ -42,7 +45,8 @@ def main() -> int:
     if arguments.child:
         code: int = imported("bcp.agent.host").serve(arguments)
         return code
-    return _guard([sys.executable, "-m", "bcp.agent", "--child", *sys.argv[1:]])
+    safe = ["-P"] if sys.flags.safe_path else []
+    return _guard([sys.executable, *safe, "-m", "bcp.agent", "--child", *sys.argv[1:]])
 
 
 def _guard(command: list[str]) -> int:

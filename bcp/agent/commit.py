@@ -14,12 +14,12 @@ from bcp._deletion import Committed, delete_unnamed, read_committed, swept
 from bcp._messages.planning import Written
 from bcp._messages.tiers import Drained, Intent
 from bcp._written import check_written, decode_written
-from bcp.agent.drain import DRAIN
 from bcp.backends.small import get_small
 from bcp.format.metadata import METADATA_KEY, encode_metadata, operation_of
 from bcp.protocols import Backend, ObjectInfo
 from bcp.runtime.threads import in_thread_gc_paused
 from bcp.tiers.intent import commit_of
+from bcp.tiers.records import forget_records, records_of
 
 __all__ = ["Outcome", "commit"]
 
@@ -49,7 +49,7 @@ async def commit(store: Backend, path: str, intent: Intent, layout: bytes) -> Ou
     version = await store.version(METADATA_KEY)  # first: it is not newer than what is read then
     found = await read_committed(store)
     if intent.operation in found.operations:
-        await _forget_records(store, intent.operation)
+        await forget_records(store, intent.operation)
         return Outcome.COMMITTED
     if found.data is not None and (found.may_name_anything or found.operation != intent.replaces):
         return Outcome.REFUSED
@@ -69,7 +69,7 @@ async def commit(store: Backend, path: str, intent: Intent, layout: bytes) -> Ou
 async def _written(store: Backend, intent: Intent) -> list[Written] | None:
     """Return what each rank has written; None while a record is missing."""
     messages: dict[int, bytes] = {}
-    for info in await _records(store, intent.operation):
+    for info in await records_of(store, intent.operation):
         try:
             drained = Drained.decode(bytes(await get_small(store, info.key)))
         except FileNotFoundError:  # the winner has tidied up
@@ -80,17 +80,8 @@ async def _written(store: Backend, intent: Intent) -> list[Written] | None:
     return await in_thread_gc_paused(decode_written, [messages[rank] for rank in range(intent.world_size)])
 
 
-async def _records(store: Backend, operation: str) -> list[ObjectInfo]:
-    return [info for info in await store.list(DRAIN) if info.key.endswith(f"-{operation}")]
-
-
-async def _forget_records(store: Backend, operation: str) -> None:
-    """Delete the records of a save that is committed. They are no files of a checkpoint."""
-    await delete_unnamed(store, [info.key for info in await _records(store, operation)])
-
-
 async def _sweep(store: Backend, listed: Sequence[ObjectInfo], replaced: Committed, operation: str) -> None:
     """Delete the records, and the files of the checkpoint that was replaced."""
     keys = [info.key for info in listed if info.key.count("/") == 1 and operation_of(info.key) in replaced.operations]
     await delete_unnamed(store, keys, by=operation)
-    await _forget_records(store, operation)
+    await forget_records(store, operation)

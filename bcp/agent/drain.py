@@ -7,7 +7,7 @@ the files that it describes, and a record behind all receipts of the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -23,19 +23,14 @@ from bcp.read.windows import Window, windows_of, wrong_block
 from bcp.runtime.threads import in_thread
 from bcp.tiers.digests import PART_BYTES, digested, key_of, read_window, run_windows
 from bcp.tiers.folder import Held
+from bcp.tiers.records import record_key
 
-__all__ = ["DRAIN", "drain", "record_key"]
-
-DRAIN = "drain/"
-"""Where records are, until their save is committed."""
+__all__ = ["drain"]
 
 
-def record_key(node: str, operation: str) -> str:
-    """Return the key of the record of a host, whose files of a save are all in storage."""
-    return f"{DRAIN}{node}-{operation}"
-
-
-async def drain(files: Backend, held: Sequence[Held], store: Backend, node: str) -> None:
+async def drain(
+    files: Backend, held: Sequence[Held], store: Backend, node: str, is_left: Callable[[], bool] = bool
+) -> None:
     """Make the marked files of one host durable, and say so in a record behind them.
 
     Args:
@@ -43,6 +38,7 @@ async def drain(files: Backend, held: Sequence[Held], store: Backend, node: str)
         held: the files of its ranks in one save, which nobody takes away meanwhile.
         store: at the place of the checkpoint.
         node: name of the host, as part of a key.
+        is_left: whether the save was given up meanwhile; then no record is written.
 
     Raises:
         CorruptError: a file in memory is missing, or has other bytes than when it was digested.
@@ -54,7 +50,8 @@ async def drain(files: Backend, held: Sequence[Held], store: Backend, node: str)
         if Drained.decode(bytes(await get_small(store, key))).ranks == ranks:
             return
     written = [await _drain_rank(files, each.blank, store) for each in held]
-    await store.put(key, Drained(ranks, tuple(written)).encode())
+    if not await in_thread(is_left):
+        await store.put(key, Drained(ranks, tuple(written)).encode())
 
 
 async def _drain_rank(files: Backend, blank: Receipt, store: Backend) -> bytes:

@@ -37,6 +37,8 @@ async def advance(folder: NodeFolder, marks: Sequence[Mark], store: Backend, pat
         layout = folder.layout(intent.layout)
         outcome = await commit(store, path, intent, layout)
         if outcome is Outcome.WAITING:
-            await drain(folder.files, held, store, node)
+            await drain(folder.files, held, store, node, lambda: intent.operation in folder.ended())
+            if intent.operation in folder.ended():  # a new life of the job has left it behind
+                return Outcome.GONE
             outcome = await commit(store, path, intent, layout)
         return outcome

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 import anyio
 
@@ -55,6 +56,7 @@ class Agent:
         folder: the host's memory.
         durable: path or URL of durable storage, below which each snapshot has its place.
         node: name of the host, as part of a key.
+        storage_options: of the storage.
         poll_seconds: how often it looks for new snapshots.
         patience_seconds: without trainers, how long it waits for other hosts before it takes an older snapshot, too.
         linger_seconds: how long it goes on after the last trainer of the host has ended.
@@ -63,6 +65,7 @@ class Agent:
     folder: NodeFolder
     durable: str
     node: str
+    storage_options: Mapping[str, Any] | None = None
     poll_seconds: float = 0.5
     linger_seconds: float = 3600.0
     patience_seconds: float = 30.0
@@ -76,7 +79,7 @@ class Agent:
 
         It waits as long for the first trainer.
         """
-        store = await in_thread(resolve, self.durable)
+        store = await in_thread(resolve, self.durable, self.storage_options)
         alone_since, has_seen = time.monotonic(), False
         try:
             while True:
@@ -98,10 +101,10 @@ class Agent:
             is_alone: no trainer lives here, so that the newest snapshot shall be durable whatever was planned.
 
         """
-        waiting, is_next = False, is_alone
+        waiting, is_next, wanted = False, is_alone, await in_thread(self.folder.wanted)
         for generation in await in_thread(self._generations):
             intent = generation.intent
-            if not intent.durable and not is_next:
+            if not (intent.durable or intent.operation in wanted or is_next):
                 continue
             is_next = is_next and self._is_stuck(intent.operation)
             if intent.operation in self._waits_since and generation.age < self._committed_age:

@@ -40,7 +40,7 @@ async def delete_checkpoint(backend: Backend, name: str, commit: Version) -> Non
         return
     roles = [key for key in keys if key != METADATA_KEY and key.rpartition("/")[2] == METADATA_KEY]
     await withdraw(view, dict.fromkeys(roles))
-    await delete_unnamed(view, keys)
+    await delete_unnamed(view, [key for key in keys if key != METADATA_KEY])
     if commit and name not in await folders_of(backend):
         return
     if isinstance(view, Sweeper):

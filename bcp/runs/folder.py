@@ -19,6 +19,7 @@ from functools import partial
 import anyio
 
 from bcp._log import log
+from bcp.backends import child
 from bcp.backends.links import LinkFollower, followed, links_of
 from bcp.backends.objects.retry import JITTER, in_turns
 from bcp.backends.small import get_small
@@ -33,6 +34,7 @@ from bcp.runs.ledger_file import FIRST_KEY, LEDGER_KEY, TRIES, busy, decoded, pu
 from bcp.runs.names import in_order, step_name, step_of
 from bcp.runs.words import owner_words
 from bcp.runtime.threads import in_thread
+from bcp.tiers.records import forget_records
 
 __all__ = ["LEDGER_KEY", "Folder", "Steps", "step_name", "step_of"]
 
@@ -186,7 +188,11 @@ class Folder:
             if step in removing:
                 is_left = all(version in ("", removing[step]) for version in versions)
             else:
-                is_left = not any(version != "" for version in versions) and not await self._has_roles(step)
+                is_left = (
+                    not any(version != "" for version in versions)
+                    and not await self._has_roles(step)
+                    and not await self._was_uploaded(step)
+                )
             leftovers += [step] if is_left else []
         return leftovers
 
@@ -222,6 +228,17 @@ class Folder:
             await self._delete(name, commit)
         self._removed.add(step)
         await self.change(lambda ledger: ledger.without(step))
+
+    async def end_uploads(self, name: str, operation: str = "") -> bool:
+        """Delete the records of uploads by agents, of all or of one save; return whether there were any.
+
+        Without them nobody commits the save.
+
+        Raises:
+            StorageError: storage failed.
+
+        """
+        return await forget_records(child(self._backend, name), operation) > 0
 
     async def led_to(self, steps: Collection[int]) -> set[int]:
         """Return those of some steps that must stay while the others go: the link of another step leads to them.
@@ -278,6 +295,10 @@ class Folder:
                 self._unreadable.add(name)
                 log.warning("%s cannot be read; it is not deleted: %s", name, error, run=self._url)
             return None
+
+    async def _was_uploaded(self, step: int) -> bool:
+        """End uploads by agents; return whether there were any. One of them may be about to commit: ask again later."""
+        return any([await self.end_uploads(name) for name in self.names_of(step)])
 
     async def _has_roles(self, step: int) -> bool:
         """Whether there is a commit object below: the checkpoint of a role, which no ledger has."""

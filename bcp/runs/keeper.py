@@ -8,10 +8,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
+import anyio
+
 from bcp._job import Permit
 from bcp._log import log
 from bcp.errors import (
     BcpError,
+    CheckpointError,
     CorruptError,
     FormatVersionError,
     InputError,
@@ -34,6 +37,9 @@ End = Literal["finished", "preempted", "failed"]
 
 SHOWN = 10
 """Steps in a message."""
+
+LOOK_SECONDS = 2.0
+"""Between two looks at storage for a save that agents make durable."""
 
 ANY = Goal()
 """The newest checkpoint, whatever its trust."""
@@ -295,15 +301,23 @@ class Keeper:
                 ledger = ledger.marked(entry.step, "suspect", self._went_back)
         return ledger
 
-    async def has_to_stay(self, step: int) -> bool:
+    async def has_to_stay(self, step: int, *, by_agents: bool) -> bool:
         """Say whether a save has to leave the step's checkpoint as it is, and write into a folder beside it.
 
         It has to if the checkpoint is pinned or verified, or if no policy may delete it. A pin of another job counts
         from the moment when it is stored.
+
+        Args:
+            step: the step.
+            by_agents: the save is one by agents, which replace only what they can read.
+
         """
         with suppress(RunTakenError, FormatVersionError):  # the save raises it
             await self.check_owner()
         ledger, entry = self._folder.ledger, self._entry(step)
+        if by_agents and not await self._can_be_read(step):
+            self._staying[step] = "is damaged", "a newer step is committed"
+            return True
         if ledger is None or entry is None or step in self._own:
             return False
         if entry.pinned or entry.trust == "verified":
@@ -312,6 +326,17 @@ class Keeper:
         elif step in self._untouched_now(ledger):
             self._staying[step] = "is from before", "a checkpoint of this life is verified"
         return step in self._staying
+
+    async def _can_be_read(self, step: int) -> bool:
+        """Whether no folder of a step has metadata that are damaged."""
+        for name in self._folder.names_of(step):
+            try:
+                await self._folder.read_commit(name)
+            except FileNotFoundError:
+                continue
+            except CheckpointError:
+                return False
+        return True
 
     def permit(self, step: int, name: str) -> Permit:
         """Return what a save of this step into this folder is asked for before its bytes, and before its commit."""
@@ -338,6 +363,45 @@ class Keeper:
             self._tell_of_staying(step, name)
         (self._replaced.add if is_there else self._replaced.discard)(step)
         await self._doubt(step)
+
+    async def replaced_by(self, step: int, name: str) -> str:
+        """Make way for a save into memory, as :meth:`begin` does; return the operation that it replaces, "" for none.
+
+        Raises:
+            RunTakenError: another job has taken the folder since.
+            StorageError: storage failed.
+
+        """
+        await self.begin(step, name)
+        try:
+            return (await self._folder.read_commit(name)).operation
+        except FileNotFoundError:
+            return ""
+
+    async def end_uploads(self, uploads: Collection[tuple[str, str]]) -> None:
+        """End uploads of earlier lives of the job, which nobody goes on from.
+
+        Args:
+            uploads: the folder of each, and its operation.
+
+        """
+        try:
+            for name, operation in sorted(uploads):
+                await self._folder.end_uploads(name, operation)
+        except StorageError as error:
+            log.warning("uploads that are given up may still be committed, for storage failed: %s", error)
+
+    async def uploaded(self, name: str, operation: str) -> bool:
+        """Wait until agents have committed a save, however long that takes; False if another one is in its place."""
+        while True:
+            with suppress(StorageError, FileNotFoundError):
+                return (await self._folder.read_commit(name)).operation == operation
+            await anyio.sleep(LOOK_SECONDS)
+
+    def is_suspect(self, step: int) -> bool:
+        """Whether the checkpoint of a step is marked as suspect."""
+        entry = self._entry(step)
+        return entry is not None and entry.trust == "suspect"
 
     async def best(self, policy: Best) -> str:
         """Return the name of the folder with the best checkpoint that is not suspect; "" if there is none.

@@ -8,6 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from bcp._log import log
 from bcp.backends import resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
 from bcp.errors import InputError
@@ -22,6 +23,7 @@ from bcp.runs.preemption import Preemption
 from bcp.runs.saver import Saver
 from bcp.runs.saves import Saves, Watchdog
 from bcp.runs.schedule import Schedule
+from bcp.runs.tiered import Tiered
 
 __all__ = ["RunLife"]
 
@@ -37,6 +39,7 @@ class RunLife:
     _saves: Saves
     _saver: Saver
     _schedule: Schedule
+    _tiered: Tiered | None
     _keeper: Keeper | None = None
     _meetings: Meetings | None = None
     _watchdog: Watchdog | None = None
@@ -77,8 +80,12 @@ class RunLife:
         try:
             drop_standby = partial(noting, errors, self._saver.drop_standby)
             interrupt = yield from await_save(self._saves, drop_standby, again)
+            is_durable = yield from self._drained(end, interrupt)
             for part in (self._saves.kept, self._schedule.ended):
                 yield from noting(errors, part)
+            if self._tiered is not None:
+                is_finished = end == "finished" and is_durable
+                yield from noting(errors, partial(self._tiered.close, finished=is_finished))
             self._is_over = True
             if self._keeper is not None:
                 yield from noting(errors, partial(self._keeper.close, "failed" if interrupt else end))
@@ -92,6 +99,19 @@ class RunLife:
         self._saves.raise_failure(last=True)
         if errors:
             raise errors[0]
+
+    def _drained(self, end: End, interrupt: KeyboardInterrupt | None) -> Body[bool]:
+        """Wait until agents have made all durable that shall be, if the run ends well; return whether they have.
+
+        A Ctrl-C leaves it to them.
+        """
+        if self._tiered is None or end == "failed" or interrupt is not None:
+            return False
+        try:
+            return bool((yield partial(self._saves.drained, self._tiered.want, self._patience)))
+        except KeyboardInterrupt:
+            log.warning("interrupted; agents go on with steps %s", sorted(self._saves.draining))
+            return False
 
     def _leave(self, error: BaseException | None, again: str) -> Body[None]:
         is_interrupt = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)

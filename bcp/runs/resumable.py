@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 from torch.distributed import Store
 
 from bcp._calls import load_call
 from bcp._log import log
+from bcp._messages.tiers import Settled
 from bcp.backends import shown
 from bcp.errors import CheckpointError, CorruptError, InputError, MismatchError, UncommittedError
 from bcp.events import LoadResult
@@ -29,6 +31,7 @@ from bcp.runs.plans import Clock
 from bcp.runs.resuming import Candidates, Load, Resumed, resume
 from bcp.runs.roles import Role, Roles, roles_at
 from bcp.runs.states import RunStates
+from bcp.runs.tiered import MEMORY
 from bcp.runs.words import lost_metadata
 from bcp.state.random_states import RngState
 
@@ -205,6 +208,7 @@ class ResumableRun(MarkedRun):
                 )
             goal = chosen.goal
             self.resumed = yield from self._load_chosen(chosen)
+        self.resumed = yield from self._settled(self.resumed)
         if self._keeper is not None:
             tell = log.warning if self.resumed.passed_over else log.info
             tell("run at %s: %s", shown(self._url), self.resumed)
@@ -212,6 +216,28 @@ class ResumableRun(MarkedRun):
         self._saver.resumed(self.resumed)
         self._begin_life(place, began)
         return self.resumed.step
+
+    def _settled(self, resumed: Resumed) -> Body[Resumed]:
+        """Give up what is in memory and was not loaded; see that storage gets what was."""
+        tiers, keeper = self._tiered, self._keeper
+        if tiers is None:
+            return resumed
+        found = tiers.found if resumed.name.startswith(MEMORY) else None
+
+        def has_commit() -> bool:
+            return found is not None and keeper is not None and keeper.has(found.step)
+
+        async def forget(uploads: Collection[tuple[str, str]]) -> None:
+            await _of(keeper).end_uploads(uploads)
+
+        settle = partial(tiers.settle, self._ranks, keep=found is not None, has_commit=has_commit, forget=forget)
+        settled: Settled = yield settle
+        if found is None:
+            return resumed
+        if keeper is not None and not settled.durable:
+            self._saver.metrics[found.step] = found.metrics
+            self._saves.adopt(found.step, partial(keeper.uploaded, found.place, found.operation))
+        return replace(resumed, name=found.place, hosts=found.hosts)
 
     def _load_chosen(self, chosen: _Chosen) -> Body[Resumed]:
         """Load the checkpoint that was chosen, and no other. One that is damaged is not chosen again."""
@@ -232,8 +258,9 @@ class ResumableRun(MarkedRun):
         """Load the first checkpoint that loads. Rank 0 takes the folder."""
         if self._ranks.rank == 0 and self._keeper is None:  # else an earlier call has failed, or chosen
             self._keeper = Keeper(self._folder(), self._keep, self._roles())
-        keeper = self._keeper
-        list_them = partial(_of(keeper).candidates, self._run_id, goal, self._damaged) if keeper else _unasked
+        if self._tiered is not None:
+            yield partial(self._tiered.find, self._ranks)
+        list_them = partial(self._candidates, goal) if self._keeper else _unasked
         found: Resumed = yield partial(self._tried, list_them, load, exactly=exactly or self._role is not None)
         if self._damaged and not found.name and not goal.fresh:  # as if they had been tried now
             raise CorruptError(
@@ -241,6 +268,21 @@ class ResumableRun(MarkedRun):
                 f"itself: repair one, or pass fresh=True to resume(). {found}"
             )
         return found
+
+    async def _candidates(self, goal: Goal) -> Candidates:
+        """List the checkpoints to try, on rank 0, and the snapshot in memory before those that are not newer."""
+        keeper, found = _of(self._keeper), None if self._tiered is None else self._tiered.found
+        listing = await keeper.candidates(self._run_id, goal, self._damaged)
+        if found is None or goal != ANY or keeper.is_suspect(found.step):
+            return listing
+        name = f"{MEMORY}{found.place}"
+        if name in self._damaged:
+            return listing
+        newer = sum(step > found.step for step in listing.steps)  # they come first
+        steps, names = [*listing.steps], [*listing.names]
+        steps.insert(newer, found.step)
+        names.insert(newer, name)
+        return msgspec.structs.replace(listing, steps=tuple(steps), names=tuple(names))
 
     async def _tried(self, candidates: Callable[[], Awaitable[Candidates]], load: Load, *, exactly: bool) -> Resumed:
         """Load the first candidate that loads on every rank; see :func:`bcp.runs.resuming.resume`."""
@@ -285,7 +327,12 @@ class ResumableRun(MarkedRun):
 
     async def _loaded(self, step: int, name: str, states: States) -> LoadResult:
         options = replace(self._load_options, step=step)
-        call = load_call(f"{self._url}/{name}", states, self._framework, None, options, self._given)
+        found = None if self._tiered is None else self._tiered.found
+        is_near = found is not None and name.startswith(MEMORY)
+        if is_near:
+            options = replace(options, storage_options={}, record=False)
+        place = found.storage if found is not None and is_near else f"{self._url}/{name}"
+        call = load_call(place, states, self._framework, None, options, self._given)
         try:
             return await call.run()
         except UncommittedError as error:

@@ -42,6 +42,7 @@ class Resumed:
             them, newest first.
         life: id of this life of the job, equal on all ranks.
         name: of the folder that was loaded, as in ``"step-00001000"``; empty if there was none to load.
+        hosts: it was loaded from the memory of so many hosts, and no byte from storage; 0: from storage.
         folders: names of all folders of steps that were listed. With an exact step, older ones are left out.
     """
 
@@ -49,10 +50,14 @@ class Resumed:
     passed_over: tuple[Choice, ...] = ()
     life: str = ""
     name: str = ""
+    hosts: int = 0
     folders: tuple[str, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         chosen = f"resumed from step {self.step}" if self.name else "nothing to resume from: a new run"
+        if self.hosts:
+            hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
+            chosen += f": memory of {hosts}, 0 bytes from storage"
         if self.passed_over and not self.name:
             chosen += ", though the folder has checkpoints"
         return "; ".join([chosen, *(f"step {choice.step} passed over: {choice.reason}" for choice in self.passed_over)])
@@ -130,7 +135,7 @@ async def resume(
     newer = [choice for choice in listing.others if choice.step > step or not folder]
     passed_over = sorted([*newer, *(failure.choice for failure in failed)], key=lambda choice: -choice.step)
     listed = (*folders, *(choice.name for choice in listing.others))
-    return Resumed(step, tuple(passed_over), listing.life, folder, listed)
+    return Resumed(step, tuple(passed_over), listing.life, folder, folders=listed)
 
 
 def _refuse_to_begin_anew(failed: Sequence[_Failed], *, exactly: bool) -> None:

@@ -30,8 +30,10 @@ from bcp.runs.saver import Saver
 from bcp.runs.saves import OnCommit, OnFailure, Saves, Standby, Watchdog, nothing
 from bcp.runs.schedule import Schedule
 from bcp.runs.states import RunStates
+from bcp.runs.tiered import tiered
 from bcp.runtime.bridge import Background
 from bcp.runtime.threads import in_thread
+from bcp.tiers.options import Tiers
 
 __all__ = ["Run"]
 
@@ -78,6 +80,8 @@ class Run(ResumableRun):
         on_commit: OnCommit = nothing,
         on_failure: OnFailure = nothing,
         role: Role | None = None,
+        tiers: Tiers | None = None,
+        durable: SavePolicy | int | None = None,
         coordinator: Coordinator | None = None,
     ) -> None:
         """Describe the run; touches no storage.
@@ -101,10 +105,15 @@ class Run(ResumableRun):
             on_failure: called with step and error in a thread, when a save has failed.
             role: of this world of ranks, if the run has several, as an actor and a critic. It saves below
                 ``path/NAME``, and a step counts once all roles have committed it.
+            tiers: keep the snapshots in the memory of the hosts, where they outlive this process. Agents make the
+                checkpoints durable. None: this process writes to storage.
+            durable: which of the saves agents make durable, besides the last one and those of :meth:`save`; a number
+                is every so many steps. Others stay in memory. None: all of them. For ``tiers`` alone.
             coordinator: as for :func:`bcp.save`.
 
         Raises:
-            InputError: a policy, a number or the states cannot be used; or roles save by a policy that reads a clock.
+            InputError: a policy, a number or the states cannot be used; or roles save by a policy that reads a clock;
+                or an argument does not go with ``tiers``.
 
         """
         check_arguments(
@@ -121,6 +130,7 @@ class Run(ResumableRun):
         self._load_options = with_overrides(LoadOptions, load_options, {})
         if states:  # else the caller fills them in before resume()
             check_lazy(self._save_options, states)
+        self._tiered = tiered(tiers, durable, self._url, self._save_options, standby_steps=standby_steps, role=role)
         self._preemption = preemption if preemption is not None else Preemption()
         self._saves = Saves(self._housekeeping, on_commit, on_failure, tolerate, lambda: self._ranks.rank == 0)
         self._standby = Standby()
@@ -142,6 +152,7 @@ class Run(ResumableRun):
             self._saves,
             self._standby,
             lambda: self._keeper,
+            self._tiered,
         )
         self._last: int | None = None
         self.resumed = Resumed()
@@ -185,22 +196,25 @@ class Run(ResumableRun):
             )
         self._clock.step = step
         if stopping or (yield from self._schedule.due(self._ranks, step)):
-            return (yield from self._begun(step, metrics, stopping=stopping))
+            return (yield from self._begun(step, metrics, stopping=stopping, asked=False))
         if self._standby_steps is not None and step % self._standby_steps == 0:
             yield from self._saver.hold(step)
         self._schedule.renew(self._ranks, step)
         return None
 
     def _begun(
-        self, step: int, metrics: Mapping[str, float] | None, *, stopping: bool
+        self, step: int, metrics: Mapping[str, float] | None, *, stopping: bool, asked: bool
     ) -> Body[Pending[SaveResult] | None]:
-        """Begin a save, the last one if the run stops; None if there is no time for it, or the step is saved."""
+        """Begin a save, the last one if the run stops; None if there is no time for it, or the step is saved.
+
+        One that the caller has asked for is to be durable.
+        """
         self._saver.metrics[step] = numbers(metrics or {})  # a copy: the caller may use the dict again
         if stopping:
             background = yield from self._save_last(step)
         else:
             self._schedule.forget()
-            background = yield from self._saver.save(step)
+            background = yield from self._saver.save(step, durable=asked)
             self._schedule.renew(self._ranks, step)
         return None if background is None else Pending(background)
 
@@ -248,7 +262,7 @@ class Run(ResumableRun):
         self._clock.step = step
         if step == self._saves.step:
             return None
-        return (yield from self._begun(step, metrics, stopping=stopping))
+        return (yield from self._begun(step, metrics, stopping=stopping, asked=True))
 
     def committed(self) -> Sequence[int]:
         """Return the steps that have become durable since the last call, oldest first; the same on all ranks.
@@ -308,7 +322,9 @@ class Run(ResumableRun):
         metrics = self._saver.metrics.pop(step, {})
         if self._keeper is not None:
             begun = self._saves.step
-            live = {step} if begun is None or not self._saves.running else {step, begun}
+            live = {step, *self._saves.draining}
+            if begun is not None and self._saves.running:
+                live.add(begun)
             await self._keeper.committed(step, metrics, live)
 
     # -- stop --------------------------------------------------------------------------------------
@@ -405,7 +421,7 @@ class Run(ResumableRun):
             tell = log.warning if self._ranks.rank == 0 else log.info
             tell("the notice is too short for a save of step %d; step %s is the last", step, self._saves.step)
             return None
-        return (yield from self._saver.save(step))
+        return (yield from self._saver.save(step, durable=True))
 
     def _fits(self) -> bool:
         """Return whether the notice buys another save beside the running one. Rank 0 answers for all."""

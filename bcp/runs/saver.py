@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,11 +17,13 @@ from bcp.protocols import Coordinator
 from bcp.runs.calls import Body
 from bcp.runs.keeper import Keeper
 from bcp.runs.names import free_name, in_order
-from bcp.runs.plans import agreed
+from bcp.runs.plans import agreed, told
 from bcp.runs.resuming import Resumed
 from bcp.runs.saves import Saves, Standby
 from bcp.runs.states import RunStates
+from bcp.runs.tiered import Tiered
 from bcp.runtime.bridge import Background
+from bcp.tiers.saving import Aim
 
 __all__ = ["Saver"]
 
@@ -42,8 +45,10 @@ class Saver:
         saves: Saves,
         standby: Standby,
         keeper: Callable[[], Keeper | None],
+        tiered: Tiered | None,
     ) -> None:
         """Remember the parts; nothing is read yet."""
+        self._tiered, self._last_durable = tiered, 0
         self._there: dict[int, tuple[str, ...]] = {}
         self._place: tuple[int, str] | None = None
         self._url, self._states, self._framework, self._given = url, states, framework, given
@@ -52,20 +57,56 @@ class Saver:
 
     def resumed(self, resumed: Resumed) -> None:
         """Remember the folders that were there, on all ranks alike."""
-        self._there = in_order(resumed.folders)
+        self._there, self._last_durable = in_order(resumed.folders), resumed.step
 
-    def save(self, step: int) -> Body[Background[SaveResult]]:
-        """Begin a save, once the one before has ended; return when training may go on."""
+    def save(self, step: int, *, durable: bool) -> Body[Background[SaveResult]]:
+        """Begin a save, once the one before has ended; return when training may go on.
+
+        Args:
+            step: of the save.
+            durable: whether it is to be durable, whatever the policy says; without tiers all saves are.
+
+        """
         yield from self._replace_standby(step)
         yield self._saves.ended
         self._saves.raise_failure()
         name = yield from self._name(step)
-        background = self._saves.begin(step, self._call(step, name, self._options))
+        if self._tiered is None:
+            background = self._saves.begin(step, self._call(step, name, self._options))
+        else:
+            background = yield from self._keep(self._tiered, step, name, durable=durable)
         try:
             yield background.astarted
         except BcpError:
             self._saves.raise_failure()  # unless it is tolerated
         return background
+
+    def _keep(self, tiered: Tiered, step: int, name: str, *, durable: bool) -> Body[Background[SaveResult]]:
+        """Begin a save into the memory of the hosts."""
+        replaces = yield from self._replaced(step, name)
+        is_durable = durable or tiered.is_due(step, self._last_durable)
+        self._last_durable = step if is_durable else self._last_durable
+        aim = Aim(step, name, is_durable, replaces)
+        call = tiered.call(aim, self._states.now(), self._framework, self._given, self.metrics.get(step))
+        began = time.monotonic()
+        return self._saves.begin_kept(step, call, partial(tiered.durable, aim, began), stays=not is_durable)
+
+    def _replaced(self, step: int, name: str) -> Body[str]:
+        """Return the operation of the checkpoint that a save replaces; empty for none.
+
+        Storage is asked only where the resumption has found a folder of the step. So training goes on while it is
+        silent.
+        """
+        if name not in self._there.get(step, ()):
+            return ""
+        keeper = self._keeper()
+
+        async def answer() -> bytes:
+            return b"" if keeper is None else (await keeper.replaced_by(step, name)).encode()
+
+        ranks, what = coordinator_for(self._given), f"replace the checkpoint of step {step}"
+        found: bytes = yield partial(told, ranks, what, self._options.timeout, answer)
+        return found.decode()
 
     def hold(self, step: int) -> Body[None]:
         """Hold a snapshot of this step in host memory, instead of the one before."""
@@ -95,8 +136,9 @@ class Saver:
         """
         if self._place is None or self._place[0] != step:
             there, keeper, stays = self._there.get(step, ()), self._keeper(), False
+            by_agents = self._tiered is not None
             if there:
-                stays = keeper is not None and (yield partial(keeper.has_to_stay, step))
+                stays = keeper is not None and (yield partial(keeper.has_to_stay, step, by_agents=by_agents))
                 ranks, answer = coordinator_for(self._given), stays
                 name = f"choose the folder of step {step}"
                 stays = yield partial(agreed, ranks, name, self._options.timeout, lambda: answer)

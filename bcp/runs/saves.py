@@ -14,7 +14,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import replace
@@ -89,6 +89,9 @@ class Saves:
         self._tolerated: BaseException | None = None
         self._newest: Background[SaveResult] | None = None
         self._keeping: set[Background[None]] = set()
+        self._draining: dict[int, Background[SaveResult]] = {}
+        self._adopted: tuple[int, Background[None]] | None = None
+        self._staying: tuple[int, str, Callable[[], Awaitable[SaveResult]]] | None = None
         self._order = anyio.Lock()
         self._taken: RunTakenError | None = None
         self.outcomes = Outcomes()
@@ -98,8 +101,15 @@ class Saves:
 
     @property
     def running(self) -> bool:
-        """Whether the newest save has not ended."""
-        return self._newest is not None and not self._newest.done()
+        """Whether the newest save still needs this process."""
+        return self._newest is not None and not self._newest.done() and not self._newest.handed_over
+
+    @property
+    def draining(self) -> Collection[int]:
+        """The steps whose snapshots agents have, and that are not durable yet."""
+        self._draining = {step: save for step, save in self._draining.items() if not save.done()}
+        adopted = () if self._adopted is None or self._adopted[1].done() else (self._adopted[0],)
+        return {*self._draining, *adopted}
 
     def fits(self, deadline: float | None) -> bool:
         """Return whether another save can be durable after the running one before ``deadline``.
@@ -119,10 +129,58 @@ class Saves:
         self._newest.progress = call.progress
         return self._newest
 
+    def begin_kept(
+        self,
+        step: int,
+        call: SaveCall[SaveResult],
+        durable: Callable[[SaveResult], Awaitable[SaveResult]],
+        *,
+        stays: bool,
+    ) -> Background[SaveResult]:
+        """Begin a save into memory, which agents make durable. The one before it has its snapshot there.
+
+        Args:
+            step: of the save.
+            call: ends when all ranks have their snapshots in memory.
+            durable: waits until the checkpoint is durable.
+            stays: in memory, so that nobody waits for that.
+
+        """
+        self.step, self.begun, self._tolerated = step, time.monotonic(), None
+        if not stays:
+            self.outcomes.begun(step)
+        keep = partial(self._keep_and_drain, step, call, durable, stays)
+        save = _bridge.start_handed_over(keep, name=f"save of step {step}")
+        save.progress = call.progress
+        self._newest, self._draining[step] = save, save
+        return save
+
+    def adopt(self, step: int, uploaded: Callable[[], Awaitable[bool]]) -> None:
+        """Do the housekeeping for a snapshot of an earlier life once agents have made it durable.
+
+        Args:
+            step: of the snapshot.
+            uploaded: waits for its end; returns whether it is durable.
+
+        """
+
+        async def wait(_: Callable[[], None]) -> None:
+            if await uploaded():
+                self._begin_keeping(step)
+
+        self._adopted = step, _bridge.start(wait, name=f"upload of step {step} from memory", daemon=True)
+
+    def forget_adopted(self, before: float = math.inf) -> None:
+        """Wait no more for a snapshot of an earlier life, if it is older than a step."""
+        if self._adopted is not None and self._adopted[0] < before:
+            self._adopted[1].cancel()
+            self._adopted = None
+
     def raise_failure(self, *, last: bool = False) -> None:
         """Raise the error of the newest save, once. Errors of a tolerated number of saves in a row are logged.
 
-        An :class:`InputError` is raised always: the next save would fail with it as well.
+        An :class:`InputError` is raised always: the next save would fail with it as well. A snapshot in memory that has
+        not become durable ends no training: its step is told to ``on_failure``.
 
         Args:
             last: no save follows, so that no error is tolerated, and one that was logged is raised.
@@ -133,7 +191,10 @@ class Saves:
         if last and self._tolerated is not None:
             tolerated, self._tolerated = self._tolerated, None
             raise tolerated
-        if self._newest is None or not self._newest.done():
+        if self._newest is None or self.running:
+            return
+        if self._newest.handed_over and not (last and self._newest.done()):
+            self._failed_in_a_row = 0
             return
         error, self._newest = self._newest.exception(), None
         if error is None:
@@ -158,9 +219,37 @@ class Saves:
         )
 
     async def ended(self) -> None:
-        """Wait until the newest save has ended, well or not. An interrupt ends the waiting, not the save."""
+        """Wait until the newest save needs this process no more, or has failed. An interrupt ends only the waiting."""
         if self._newest is not None:
-            await self._newest.ended()
+            await self._newest.settled()
+
+    async def drained(self, want: Callable[[str], None], patience: float) -> bool:
+        """Wait until agents have made all snapshots durable that shall be, and the newest one, too.
+
+        Args:
+            want: lets a snapshot become durable that was to stay in memory, by its operation; called in a thread.
+            patience: how many seconds to wait.
+
+        Returns:
+            Whether all have ended.
+
+        """
+        self.forget_adopted()
+        if self._staying is not None:
+            step, operation, drained = self._staying
+            await in_thread(want, operation)
+            self._draining[step] = _bridge.start(lambda _: drained(), name=f"upload of step {step}", daemon=True)
+        while left := sorted(self.draining):
+            names = ", ".join(map(str, left))
+            with anyio.move_on_after(TELL_SECONDS):
+                await self._draining[left[0]].ended()
+                continue
+            patience -= TELL_SECONDS
+            if patience <= 0:
+                self._warn("agents go on with steps %s, which are safe in the memory of their hosts", names)
+                return False
+            self._warn("waiting until the agents have made steps %s durable", names)
+        return True
 
     async def ended_at_last(self, again: str) -> None:
         """Do the same at the end of a run; tell what is waited for.
@@ -171,9 +260,9 @@ class Saves:
 
         """
         newest, waits = self._newest, 0.0 if again else TELL_SECONDS
-        while newest is not None and not newest.done():
+        while newest is not None and self.running:
             with anyio.move_on_after(waits):
-                await newest.ended()
+                await newest.settled()
                 return
             advice = "" if waits else f". {again}"
             self._warn("waiting until step %s is durable: %s%s", self.step, words_of(newest), advice)
@@ -181,7 +270,7 @@ class Saves:
 
     async def give_up(self) -> None:
         """Cancel the newest save, and wait until its files are removed."""
-        if self._newest is not None and not self._newest.done():
+        if self._newest is not None and self.running:
             self._warn("the save of step %s is given up; its files are removed", self.step)
             self._newest.cancel()
             await self._newest.ended()
@@ -209,6 +298,37 @@ class Saves:
         await self.committed(step, result)
         return result
 
+    async def _keep_and_drain(
+        self,
+        step: int,
+        call: SaveCall[SaveResult],
+        durable: Callable[[SaveResult], Awaitable[SaveResult]],
+        stays: bool,  # noqa: FBT001 -- for partial
+        started: Callable[[], None],
+        handed_over: Callable[[], None],
+    ) -> SaveResult:
+        """Keep a snapshot in memory, hand it over to agents, and see it become durable."""
+        try:
+            kept = await call.run(started)
+        except BaseException as error:
+            await self.failed(step, error)
+            raise
+        self.stall, self.durable = kept.blocking_seconds + kept.step_wait_seconds, kept.seconds
+        drained = partial(self._drained, step, partial(durable, kept))
+        self._staying = (step, kept.operation, drained) if stays else None
+        handed_over()
+        return kept if stays else await drained()
+
+    async def _drained(self, step: int, durable: Callable[[], Awaitable[SaveResult]]) -> SaveResult:
+        """Wait until a snapshot is durable; begin the housekeeping, and call the callbacks."""
+        try:
+            result = await durable()
+        except Exception as error:
+            await self.failed(step, error)
+            raise
+        await self.committed(step, result)
+        return result
+
     async def failed(self, step: int, error: BaseException) -> None:
         """Call the user's callback for a failed save."""
         self.outcomes.ended(step, is_durable=False)
@@ -218,9 +338,13 @@ class Saves:
     async def committed(self, step: int, result: SaveResult) -> None:
         """Begin the housekeeping after a commit, and call the user's callback."""
         self.outcomes.ended(step, is_durable=True)
+        self.forget_adopted(before=step)
+        self._begin_keeping(step)
+        await self._tell(self._on_commit, step, result)
+
+    def _begin_keeping(self, step: int) -> None:
         keeping = _bridge.start(lambda _: self._keep(step), name=f"housekeeping after step {step}")
         self._keeping = {background for background in self._keeping if not background.done()} | {keeping}
-        await self._tell(self._on_commit, step, result)
 
     async def _keep(self, step: int) -> None:
         """Do the housekeeping, one commit after the other. Its failure costs no checkpoint, so training goes on."""

@@ -25,7 +25,7 @@ from bcp.runtime import event_loop as _loop
 from bcp.runtime.event_loop import Loop, refuse_on_own_thread, wait_for
 from bcp.runtime.threads import in_thread
 
-__all__ = ["Background", "run", "start"]
+__all__ = ["Background", "run", "start", "start_handed_over"]
 
 T = TypeVar("T")
 Operation = Callable[[Callable[[], None]], Awaitable[T]]
@@ -63,6 +63,19 @@ def start(function: Operation[T], *, name: str, daemon: bool = False) -> Backgro
     return background
 
 
+def start_handed_over(
+    function: Callable[[Callable[[], None], Callable[[], None]], Awaitable[T]], *, name: str
+) -> Background[T]:
+    """Do the same with an operation that others end if this process does not.
+
+    ``function(started, handed_over)`` calls its second argument once they can. From then on the end of the process does
+    not wait for it.
+    """
+    background = Background[T](name)
+    background._launch(partial(_with_both, function, background._handed_over))  # noqa: SLF001 -- the two are one
+    return background
+
+
 class Background(Generic[T]):
     """An operation on bcp's loop. Awaitable from any event loop.
 
@@ -75,13 +88,14 @@ class Background(Generic[T]):
 
     def __init__(self, name: str, *, daemon: bool = False) -> None:
         self.name = name
-        self.daemon = daemon
+        self._daemon = daemon
+        self._handed_over: Future[bool] = Future()  # False: ended before it got so far
         self._loop: Loop | None = None
         self._task: asyncio.Task[Outcome[T]] | None = None
         self._started: Future[bool] = Future()  # False: ended before it got so far
         self._finished: Future[None] = Future()
-        self._started.set_running_or_notify_cancel()  # from now on, cancelling a waiter cannot cancel these two
-        self._finished.set_running_or_notify_cancel()
+        for future in (self._started, self._handed_over, self._finished):
+            future.set_running_or_notify_cancel()  # from now on, cancelling a waiter cannot cancel them
         self._result: T | None = None
         self._error: BaseException | None = None
         self._ended = False
@@ -90,6 +104,34 @@ class Background(Generic[T]):
         self._token = object()
         self.progress: Callable[[], str] = str
         self._pid = os.getpid()
+
+    @property
+    def daemon(self) -> bool:
+        """Whether the end of the process cancels it, in the place of waiting."""
+        return self._daemon or self.handed_over
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether others will end it if this process does not."""
+        return self._handed_over.done() and self._handed_over.result()
+
+    def wait_handed_over(self, timeout: float | None = None) -> None:
+        """Block until others can end the operation, or until it has ended; raise its error if it failed before.
+
+        TimeoutError after ``timeout`` seconds, or Ctrl-C, end the waiting and leave the operation running.
+        """
+        self._check()
+        if not wait_for(self._handed_over, timeout):
+            raise TimeoutError(f"{self.name} is not safe after {timeout} s; it goes on")
+        if not self.handed_over:
+            self._take()
+
+    async def settled(self) -> None:
+        """Wait until others can end the operation, or until it has ended, well or not, from any event loop."""
+        self._check_process()
+        self._refuse_within()
+        if not await asyncio.wrap_future(self._handed_over):
+            await self.ended()
 
     def wait_started(self) -> None:
         """Block until the operation says that the caller may go on, or has ended; raise its error if it failed before.
@@ -322,6 +364,7 @@ class Background(Generic[T]):
             self._loop.failed.add(self)
         self._loop.running.discard(self)
         _set_once(self._started, reached=False)
+        _set_once(self._handed_over, reached=False)
         self._finished.set_result(None)
 
 
@@ -332,6 +375,14 @@ async def _settled(function: Operation[T], started: Callable[[], None], token: o
         return await function(started), None
     except BaseException as error:  # noqa: BLE001 -- raised again by who waits, and logged if nobody does
         return None, error
+
+
+async def _with_both(
+    function: Callable[[Callable[[], None], Callable[[], None]], Awaitable[T]],
+    handed_over: Future[bool],
+    started: Callable[[], None],
+) -> T:
+    return await function(started, partial(_set_once, handed_over))
 
 
 def _set_once(future: Future[bool], *, reached: bool = True) -> None:

@@ -34,7 +34,10 @@ class Running(Protocol):
     """An operation on the loop, as the end of the process sees it."""
 
     name: str
-    daemon: bool
+
+    @property
+    def daemon(self) -> bool:
+        """Whether it is cancelled at the end of the process, in the place of being waited for."""
 
     @property
     def progress(self) -> Callable[[], str]:

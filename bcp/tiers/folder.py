@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import stat
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,12 +33,23 @@ from bcp.plan.shards import KINDS
 from bcp.runtime.process import in_forked_child
 from bcp.tiers.intent import decode_intent, encode_intent
 
-__all__ = ["Held", "Mark", "Member", "NodeFolder", "told"]
+__all__ = ["GONE", "LEFT", "Held", "Mark", "Member", "NodeFolder", "told"]
 
-INTENTS, LAYOUTS, MEMBERS, ENDED, LOCK = "intents", "layouts", "members", "ended", "lock"
+INTENTS, LAYOUTS, MEMBERS, ENDED, WANTED, LOCK = "intents", "layouts", "members", "ended", "wanted", "lock"
 NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
-SERVED, TOKEN, ADDRESS = "served", "token", "address"
+SERVED, STARTING, TOKEN, ADDRESS = "served", "starting", "token", "address"
 PRIVATE = 0o700
+
+GONE = "GONE"
+"""Of a snapshot whose memory newer ones have, before it was durable."""
+
+LEFT = "LEFT"
+"""End of a snapshot that a later life of the job has not gone on from. No recovery takes it, and nobody drains it."""
+
+TRIES, PAUSE_SECONDS = 10, 0.1
+
+MOST_NOTES = 256
+"""Notes of ended saves that stay after their files: trainers have to see them."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -120,7 +132,7 @@ class NodeFolder:
             with suppress(FileExistsError):
                 root.mkdir(PRIVATE)
             _check_private(root)
-            for name in (INTENTS, LAYOUTS, MEMBERS, ENDED):
+            for name in (INTENTS, LAYOUTS, MEMBERS, ENDED, WANTED):
                 (root / name).mkdir(PRIVATE, exist_ok=True)
 
     def __repr__(self) -> str:
@@ -167,8 +179,28 @@ class NodeFolder:
 
     @contextmanager
     def serving(self) -> Iterator[bool]:
-        """Be the one agent of this host; False if there is one already."""
+        """Be the one agent of this host; False if there is one already.
+
+        Those who ask whether there is one hold the lock for a moment, so it is tried several times.
+        """
         with self._opened_lock(SERVED) as fd:
+            is_first = _locked(fd, fcntl.LOCK_EX)
+            for _ in range(TRIES):
+                if is_first:
+                    break
+                time.sleep(PAUSE_SECONDS)
+                is_first = _locked(fd, fcntl.LOCK_EX)
+            yield is_first
+
+    def is_served(self) -> bool:
+        """Whether an agent serves this host."""
+        with self._opened_lock(SERVED) as fd:
+            return not _locked(fd, fcntl.LOCK_SH)
+
+    @contextmanager
+    def starting(self) -> Iterator[bool]:
+        """Be the one process of this host that starts an agent; False if another one does so."""
+        with self._opened_lock(STARTING) as fd:
             yield _locked(fd, fcntl.LOCK_EX)
 
     @contextmanager
@@ -269,11 +301,57 @@ class NodeFolder:
         return found
 
     def forget_ended(self) -> None:
-        """Remove the notes of saves that have no marks any more."""
+        """Remove the notes of saves that have no marks any more, but for the newest ones."""
         marked = {mark.operation for mark in self.marks()}
         with told(self.root):
-            for operation in self.ended().keys() - marked:
-                (self.root / ENDED / operation).unlink(missing_ok=True)
+            for name in (ENDED, WANTED):
+                notes = [path for path in (self.root / name).iterdir() if OPERATION.fullmatch(path.name)]
+                notes = [path for path in notes if path.name not in marked]
+                for path in sorted(notes, key=lambda each: each.stat().st_mtime)[: max(len(notes) - MOST_NOTES, 0)]:
+                    path.unlink(missing_ok=True)
+
+    def outcome_of(self, mark: Mark) -> str:
+        """Return what has become of the save of a mark; empty while that is open, and GONE if the mark has gone."""
+        path = self.root / ENDED / mark.operation
+        is_marked = self._path(mark).exists()
+        with suppress(FileNotFoundError), told(path):
+            return path.read_text()
+        return "" if is_marked else GONE
+
+    def want(self, operation: str) -> None:
+        """Let a snapshot become durable that was to stay in memory: the job goes on from it."""
+        path = self.root / WANTED / operation
+        with told(path):
+            path.touch(0o600)
+
+    def wanted(self) -> set[str]:
+        """Return the operations of snapshots that shall become durable, whatever their intents say."""
+        with told(self.root):
+            return {path.name for path in (self.root / WANTED).iterdir()}
+
+    def leave_behind(self, operation: str) -> list[Intent]:
+        """Give up all snapshots but one: the job goes on from that one, or from storage.
+
+        Their memory may be used again at once, unless somebody reads it. What is in storage stays there.
+
+        Args:
+            operation: of the one to keep; empty for none.
+
+        Returns:
+            An intent of each snapshot that was not known to be durable.
+
+        """
+        ended, left = self.ended(), {}
+        for mark in self.marks():
+            if mark.operation == operation or ended.get(mark.operation) == LEFT:
+                continue
+            if mark.operation not in ended and mark.operation not in left:
+                with self.holding(mark) as held:
+                    if held is not None:
+                        left[mark.operation] = held.intent
+            self.end(mark.operation, LEFT)
+            self.take(mark)
+        return [*left.values()]
 
     # -- readers -----------------------------------------------------------------------------------
 
@@ -415,7 +493,7 @@ def told(path: Path) -> Iterator[None]:
     """Raise StorageError, which names the file, for an error of the system; a missing file is the caller's business."""
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, StorageError):
         raise
     except OSError as error:
         raise StorageError(f"the memory tier failed at {path}: {error}") from error

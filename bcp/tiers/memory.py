@@ -64,10 +64,25 @@ class TierMemory:
     def __repr__(self) -> str:
         return f"<TierMemory of rank {self.rank}: {sum(each.nbytes for each in self._mapped.values())} bytes mapped>"
 
-    def close(self) -> None:
-        """Let go of the folder; what is marked there stays."""
+    def close(self, *, clear: bool = False) -> None:
+        """Let go of the folder; what is marked there stays.
+
+        Args:
+            clear: give the memory of this rank back, and that of ranks that are not on this host any more.
+
+        """
+        if clear:
+            with told(self.folder.root), self.folder.arranging():
+                self._clear()
         self._member.close()
         self._open, self._mapped = {}, {}
+
+    def _clear(self) -> None:
+        """Remove the files of this rank, and of ranks without a process, that nobody reads."""
+        for mark, paths in self.folder.data_files().items():
+            if (mark.rank == self.rank or not self.folder.is_member(mark.rank)) and self.folder.take(mark):
+                for path in paths:
+                    path.unlink(missing_ok=True)
 
     # -- parts -------------------------------------------------------------------------------------
 

@@ -67,6 +67,11 @@ class NearBackend(ReadOnly):
     def __repr__(self) -> str:
         return f"NearBackend(operation {self._commit.operation} in memory)"
 
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Those of the step, as the save was given them."""
+        return self._commit.metrics
+
     # -- reads -------------------------------------------------------------------------------------
 
     async def get(self, key: str) -> Buffer:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bcp._agree import collective_operation, gather_broadcast
+from bcp._agree import capture_error, collective_operation, gather_broadcast
 from bcp._messages.tiers import Digested, HeldRanks, Holdings, Intent, MadeMetadata, Recovery
 from bcp._sockets import new_token
 from bcp.errors import BcpError, CorruptError
@@ -28,7 +28,7 @@ from bcp.plan.holders import Holding, Whole, divide, newest_whole
 from bcp.protocols import Backend, Coordinator
 from bcp.runtime.threads import in_thread
 from bcp.tiers.digests import digested
-from bcp.tiers.folder import Mark, NodeFolder
+from bcp.tiers.folder import LEFT, Mark, NodeFolder
 from bcp.tiers.intent import commit_of
 from bcp.tiers.near import Copy, NearBackend
 from bcp.tiers.peer import NoAgent, PeerMemory
@@ -55,24 +55,30 @@ class Found:
     Attributes:
         operation: id of the save.
         step: of the training.
+        place: of its checkpoint below the durable root, whether it is there or not.
+        hosts: how many of them have files of it.
+        metrics: of the step.
         storage: reads it.
         reasons: why newer ones are not whole.
     """
 
     operation: str
     step: int
+    place: str
+    hosts: int
+    metrics: Mapping[str, float]
     storage: NearBackend
     reasons: Sequence[str]
 
 
 async def find_whole(
-    ranks: Coordinator, folder: NodeFolder, node: str, patience: float, reach: Reach = peer
+    ranks: Coordinator, opened: Callable[[], NodeFolder], node: str, patience: float, reach: Reach = peer
 ) -> Found | None:
     """Agree with all ranks on the newest whole snapshot in the memories of their hosts; None if there is none.
 
     Args:
         ranks: of the job, all of them.
-        folder: the memory of this rank's host.
+        opened: returns the memory of this rank's host; called in a thread. Its error is told to all ranks.
         node: name of this host, another one for each host.
         patience: seconds that a rank may be silent.
         reach: returns the memory of another host, by its name, the address of its agent and the job's secret.
@@ -83,6 +89,10 @@ async def find_whole(
     """
     leader = _Leader()  # rank 0 alone is asked
     async with collective_operation(ranks.begin("find a snapshot in memory", patience)) as agreement:
+        folder = await capture_error(in_thread(opened))
+        if isinstance(folder, BcpError):
+            await gather_broadcast(agreement, "memory", ranks.rank, folder, leader.choose)
+            raise folder
         own = (await in_thread(_holdings, folder, node)).encode()
         while True:
             told = await gather_broadcast(agreement, "memory", ranks.rank, own, leader.choose)
@@ -95,7 +105,8 @@ async def find_whole(
             made = MadeMetadata.decode(await gather_broadcast(agreement, "digests", ranks.rank, share, make), sender=0)
             if made.metadata:
                 copies = _copies(answer, folder, node, reach)
-                return Found(answer.operation, answer.step, NearBackend(made.metadata, copies), answer.reasons)
+                storage, hosts = NearBackend(made.metadata, copies), len({*_numbers(answer.holder).tolist()})
+                return Found(answer.operation, answer.step, made.place, hosts, storage.metrics, storage, answer.reasons)
 
 
 @dataclass(slots=True)
@@ -147,7 +158,7 @@ class _Leader:
         [teller] = [each for each in told if each.intent]
         intent = Intent.decode(teller.intent)
         commit = commit_of(intent, b"".join(receipts[rank] for rank in range(answer.world_size)))
-        return MadeMetadata(encode_metadata(teller.layout, commit)).encode()
+        return MadeMetadata(encode_metadata(teller.layout, commit), intent.place).encode()
 
 
 async def _digests(folder: NodeFolder, answer: Recovery, rank: int) -> Digested:
@@ -173,8 +184,10 @@ async def _digests(folder: NodeFolder, answer: Recovery, rank: int) -> Digested:
 
 def _holdings(folder: NodeFolder, node: str) -> Holdings:
     """List the marked files of this host; damaged intents count for nothing. Blocks."""
-    found = []
+    found, ended = [], folder.ended()
     for operation, group in groupby(folder.marks(), attrgetter("operation")):
+        if ended.get(operation) == LEFT:
+            continue
         with ExitStack() as stack:
             entered = [stack.enter_context(folder.holding(mark)) for mark in group]
             held = [each.intent for each in entered if each is not None]

@@ -18,8 +18,9 @@ from bcp._job import SaveJob
 from bcp._messages.tiers import Intent, KnownLayout
 from bcp._workflow import edited, plan_save
 from bcp.errors import BcpError
+from bcp.events import SaveResult
 from bcp.format.container import digest
-from bcp.format.receipt import encode_receipt
+from bcp.format.receipt import Receipt, encode_receipt
 from bcp.pipeline import unwrap_stage_errors
 from bcp.protocols import Agreement, ObjectKey
 from bcp.runtime.threads import (
@@ -34,7 +35,7 @@ from bcp.stages.save import SaveContext, Writers, blocks_of, snapshot_graph
 from bcp.tiers.folder import Mark
 from bcp.tiers.memory import TierMemory
 
-__all__ = ["Aim", "KeptResult", "akeep"]
+__all__ = ["Aim", "akeep"]
 
 NO_DIGEST = bytes(16)
 
@@ -56,28 +57,12 @@ class Aim:
     replaces: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptResult:
-    """A snapshot that all ranks have marked.
-
-    Attributes:
-        operation: id of the save.
-        rank: this rank.
-        nbytes: bytes of this rank's files in memory.
-        seconds: how long it took.
-        blocking_seconds: until the caller could go on.
-    """
-
-    operation: str
-    rank: int
-    nbytes: int
-    seconds: float
-    blocking_seconds: float
-
-
 @collect_failure_garbage()
-async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> KeptResult:
-    """Plan, copy into the files of the memory, mark. The snapshot outlives this process when its caller goes on."""
+async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> SaveResult:
+    """Plan, copy into the files of the memory, mark. The snapshot outlives this process when its caller goes on.
+
+    The result is that of a snapshot which all ranks have marked; its seconds are those until then.
+    """
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
         async with job.opened, collective_operation(job.operation) as agreement:
             with job.watch.phase("plan"):
@@ -86,8 +71,9 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> KeptResult:
             mark = Mark(opening.operation, job.rank)
             try:
                 with job.watch.phase("write"):
-                    intent = partial(_intent, job, items, values, opening.operation, layout, held.framework, aim)
-                    await in_thread_gc_paused(lambda: memory.folder.prepare(intent()))
+                    receipt = await in_thread_gc_paused(_blank_receipt, job, items, values, opening.operation)
+                    intent = _intent(job, receipt, layout, held.framework, aim)
+                    await in_thread(memory.folder.prepare, intent)
                     await _copy(job, items, snapshot, memory, opening.operation)
                     await in_thread(memory.folder.mark, mark)
             except BaseException:
@@ -99,8 +85,7 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> KeptResult:
             memory.live = frozenset({opening.operation})
             if aim.durable:
                 memory.promised = opening.operation
-    nbytes = sum(item.nbytes for item in items)
-    return KeptResult(opening.operation, job.rank, nbytes, job.watch.seconds, snapshot.seconds)
+    return saving.result(job, held, opening, receipt, items, snapshot)
 
 
 async def _layout(agreement: Agreement, job: SaveJob, memory: TierMemory, layout: bytes) -> bytes:
@@ -117,25 +102,22 @@ async def _layout(agreement: Agreement, job: SaveJob, memory: TierMemory, layout
     return told.digest
 
 
-def _intent(
-    job: SaveJob,
-    items: Sequence[WriteItem],
-    values: Mapping[ObjectKey, str],
-    operation: str,
-    layout: bytes,
-    framework: str,
-    aim: Aim,
-) -> Intent:
+def _blank_receipt(
+    job: SaveJob, items: Sequence[WriteItem], values: Mapping[ObjectKey, str], operation: str
+) -> Receipt:
     """Say what the files of this rank will be; all is known before they are copied, but for digests."""
     stored = []
     for item in items:
         blocks = blocks_of(item, saving.BLOCK_BYTES)
         stored.append(PartReceipt(item.part, item.part.start, item.nbytes, blocks, (NO_DIGEST,) * len(blocks)))
-    receipt = saving.make_receipt(items, stored, values, operation, job.rank, job.options)
+    return saving.make_receipt(items, stored, values, operation, job.rank, job.options)
+
+
+def _intent(job: SaveJob, receipt: Receipt, layout: bytes, framework: str, aim: Aim) -> Intent:
     return Intent(
         rank=job.rank,
         world_size=job.world_size,
-        operation=operation,
+        operation=receipt.operation,
         place=aim.place,
         step=aim.step,
         framework=framework,

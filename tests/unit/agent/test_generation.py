@@ -16,7 +16,6 @@ from tasks import on_ranks
 
 import bcp
 from bcp.agent.commit import Outcome
-from bcp.agent.drain import record_key
 from bcp.agent.generation import advance
 from bcp.backends import LocalBackend, MemoryBackend
 from bcp.errors import CorruptError, StorageError
@@ -24,6 +23,7 @@ from bcp.format.metadata import METADATA_KEY, decode_metadata
 from bcp.protocols import Backend
 from bcp.testing.storage_fakes import CountingBackend, FaultyBackend
 from bcp.tiers.folder import NodeFolder
+from bcp.tiers.records import record_key
 
 WORLD = 4
 NODES = ((0, 1), (2, 3))

@@ -137,11 +137,15 @@ def test_storage_that_is_away_is_asked_again_later(host: Host, caplog: pytest.Lo
     assert host.durable() == {1}
 
 
-def test_notes_of_snapshots_that_are_gone_go_too(host: Host) -> None:
+def test_old_notes_of_snapshots_that_are_gone_go_too(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer ones stay for a while, for trainers that look."""
     operation = host.keep(1)
     host.round()
     assert host.folder.ended() == {operation: "COMMITTED"}
     for mark in host.folder.marks():
         assert host.folder.take(mark)
+    host.round()
+    assert host.folder.ended() == {operation: "COMMITTED"}
+    monkeypatch.setattr("bcp.tiers.folder.MOST_NOTES", 0)
     host.round()
     assert host.folder.ended() == {}

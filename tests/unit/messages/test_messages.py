@@ -91,8 +91,10 @@ from bcp._messages.tiers import (
     Holdings,
     Intent,
     KnownLayout,
+    LeftBehind,
     MadeMetadata,
     Recovery,
+    Settled,
     Want,
 )
 from bcp._messages.tools import (
@@ -181,7 +183,9 @@ EXAMPLES: list[Message] = [
         begin=bytes(12),
     ),
     Digested(bytes(8), bytes(32), b"intent", b"layout"),
-    MadeMetadata(b"metadata"),
+    MadeMetadata(b"metadata", "step-00001000"),
+    LeftBehind(("step-00001000",), ("0123456789abcdef",)),
+    Settled(durable=True),
     Want("model/00000-0123456789abcdef.safetensors", 1 << 20, 4096),
     Opening("0123456789abcdef", True, None, "", True, False),  # noqa: FBT003 -- an example
     Opening("0123456789abcdef", cached=False, version="etag", trace="00-1-2-01", compares=False, differs=True),

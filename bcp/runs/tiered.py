@@ -1,0 +1,261 @@
+"""The memory tier of a run on one rank: the way of its snapshots to storage, and back from the memories of the hosts.
+
+Agents write to storage. A trainer copies and marks, and looks what has become of its marks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import anyio
+
+from bcp._agree import collective_operation, gather_broadcast
+from bcp._calls import SaveCall, keep_call
+from bcp._log import log
+from bcp._messages.tiers import LeftBehind, Settled
+from bcp.backends import shown
+from bcp.coordinators.hosts import here, identity, stated_address
+from bcp.errors import InputError, StorageError
+from bcp.events import SaveResult
+from bcp.options import SaveOptions
+from bcp.planners import Framework
+from bcp.policies.save import Moment, SavePolicy, as_save_policy, divided
+from bcp.protocols import Coordinator, States
+from bcp.runtime.threads import in_thread
+from bcp.tiers.folder import GONE, Mark, NodeFolder
+from bcp.tiers.memory import TierMemory
+from bcp.tiers.options import Tiers
+from bcp.tiers.recovery import Found, find_whole
+from bcp.tiers.saving import Aim
+from bcp.tiers.starting import start_agent
+
+__all__ = ["MEMORY", "Forget", "Tiered", "tiered"]
+
+MEMORY = "memory/"
+"""Before the name of a folder: its checkpoint is read from the memories of the hosts."""
+
+LOOK_SECONDS = 0.1
+ALONE_SECONDS = 30.0
+"""How long a host may be without an agent before that is told."""
+
+COMMITTED = "COMMITTED"
+_LOOPBACK = "127.0.0.1"
+
+Forget = Callable[[Collection[tuple[str, str]]], Awaitable[None]]
+"""Ends saves in storage; takes place and operation of each."""
+
+
+class Tiered:
+    """The memory tier of a run on one rank.
+
+    Attributes:
+        found: the snapshot in memory that all ranks can load; None before :meth:`find`, or if there is none.
+        policy: which saves become durable; None: all of them.
+    """
+
+    def __init__(self, tiers: Tiers, url: str, options: SaveOptions, policy: SavePolicy | None) -> None:
+        """Remember the arguments; nothing is opened yet."""
+        self._tiers, self._url, self._options, self.policy = tiers, url, options, policy
+        self._memory: TierMemory | None = None
+        self._has_told = False
+        self.found: Found | None = None
+
+    # -- the way back ------------------------------------------------------------------------------
+
+    async def find(self, ranks: Coordinator) -> Found | None:
+        """Open the memory of this host, start its agent, and find the newest whole snapshot. Collective."""
+        await self.forget_found()
+        opened = partial(self._opened, ranks.rank, ranks.world_size)
+        self.found = await find_whole(ranks, opened, self._node, self._options.timeout)
+        return self.found
+
+    async def forget_found(self) -> None:
+        """End the connections to other hosts."""
+        found, self.found = self.found, None
+        if found is not None:
+            await found.storage.aclose()
+
+    async def settle(
+        self, ranks: Coordinator, *, keep: bool, has_commit: Callable[[], bool], forget: Forget
+    ) -> Settled:
+        """Give up all snapshots but the one that the run goes on from, which is to become durable. Collective.
+
+        Args:
+            ranks: of the run.
+            keep: whether the run goes on from the snapshot that was found.
+            has_commit: whether storage has its checkpoint already; asked on rank 0.
+            forget: ends saves in storage; called on rank 0.
+
+        """
+        found = self.found if keep else None
+        left = await in_thread(self._left, found)
+
+        async def answer(messages: Sequence[bytes]) -> bytes:
+            told = LeftBehind.decode_all(messages)
+            await forget({each for one in told for each in zip(one.places, one.operations, strict=True)})
+            return Settled(durable=has_commit()).encode()
+
+        async with collective_operation(ranks.begin("settle what is in memory", self._options.timeout)) as agreement:
+            told = await gather_broadcast(agreement, "left", ranks.rank, left.encode(), answer)
+        settled = Settled.decode(told, sender=0)
+        if found is not None:
+            memory = self._joined
+            memory.live = frozenset({found.operation})
+            memory.promised = "" if settled.durable else found.operation
+        await self.forget_found()
+        return settled
+
+    def _left(self, found: Found | None) -> LeftBehind:
+        folder = self._joined.folder
+        if found is not None:
+            folder.want(found.operation)
+        left = folder.leave_behind(found.operation if found is not None else "")
+        return LeftBehind(tuple(each.place for each in left), tuple(each.operation for each in left))
+
+    def _opened(self, rank: int, world_size: int) -> NodeFolder:
+        """Open the memory of this host, and see that an agent serves it. Blocks."""
+        if self._memory is None:
+            folder = NodeFolder(self._tiers.root(self._url))
+            memory = TierMemory(folder, rank)
+            try:
+                if self._tiers.agent == "spawn":
+                    listen = self._tiers.listen or _address(world_size)
+                    start_agent(folder, self._url, self._node, listen, self._options.storage_options)
+            except BaseException:
+                memory.close()
+                raise
+            self._memory = memory
+        return self._memory.folder
+
+    @property
+    def _node(self) -> str:
+        return self._tiers.node or identity()
+
+    @property
+    def _joined(self) -> TierMemory:
+        assert self._memory is not None  # noqa: S101 -- resume() opens it
+        return self._memory
+
+    # -- the way to storage ------------------------------------------------------------------------
+
+    def call(
+        self,
+        aim: Aim,
+        states: States,
+        framework: Framework,
+        given: Coordinator | None,
+        metrics: Mapping[str, float] | None,
+    ) -> SaveCall[SaveResult]:
+        """Take this rank's place in a save into memory, in the caller's thread."""
+        options = replace(self._options, step=aim.step)
+        return keep_call(self._joined, aim, states, framework, options, given, metrics=metrics)
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether a save is to be durable, given the step of the last one that was."""
+        return self.policy is None or self.policy.due(Moment(step=step, seconds=0.0, last_step=last, last_seconds=None))
+
+    def want(self, operation: str) -> None:
+        """Let a snapshot become durable that was to stay in memory. Blocks."""
+        self._joined.folder.want(operation)
+
+    async def durable(self, aim: Aim, began: float, kept: SaveResult) -> SaveResult:
+        """Wait until a snapshot is durable.
+
+        Args:
+            aim: of the save.
+            began: when it began, in monotonic seconds.
+            kept: the save until all ranks had marked.
+
+        Raises:
+            StorageError: it will never be, and why.
+
+        """
+        mark, alone_since = Mark(kept.operation, kept.rank), time.monotonic()
+        folder = self._joined.folder
+        while not (outcome := await in_thread(folder.outcome_of, mark)):
+            await anyio.sleep(LOOK_SECONDS)
+            if await in_thread(folder.is_served):
+                alone_since = time.monotonic()
+            elif time.monotonic() - alone_since > ALONE_SECONDS and not self._has_told:
+                self._has_told = True
+                log.warning(
+                    "no agent serves this host, so that snapshots stay in its memory: start one, as in "
+                    f"python -m bcp.agent {folder.root} {shown(self._url)}",
+                    step=aim.step,
+                )
+        if outcome != COMMITTED:
+            raise StorageError(_never(aim.step, outcome))
+        return replace(kept, path=f"{self._url}/{aim.place}", seconds=time.monotonic() - began)
+
+    async def close(self, *, finished: bool) -> None:
+        """Let go of the memory. Snapshots stay there for the job's next life, unless it has ended well.
+
+        Args:
+            finished: the run has ended well, and all of its snapshots have ended.
+
+        """
+        await self.forget_found()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            await in_thread(partial(memory.close, clear=finished))
+
+
+def tiered(
+    tiers: Tiers | None,
+    durable: SavePolicy | int | None,
+    url: str,
+    options: SaveOptions,
+    *,
+    standby_steps: int | None,
+    role: object,
+) -> Tiered | None:
+    """Return the memory tier of a run; None if it has none.
+
+    Raises:
+        InputError: an argument of the run cannot be used, or does not go with the others.
+
+    """
+    if tiers is None:
+        if durable is not None:
+            raise InputError(f"durable={durable!r} is for runs with tiers: pass tiers=bcp.Tiers(), or save={durable!r}")
+        return None
+    if not isinstance(tiers, Tiers):
+        raise InputError(f"tiers={tiers!r}: pass bcp.Tiers(), or None")
+    policy = None if durable is None else as_save_policy(durable)
+    if policy is not None and divided(policy)[1] is not None:
+        raise InputError(f"durable={durable!r} reads a clock: pass steps, as 1000 or bcp.policies.AtSteps([...])")
+    if standby_steps is not None:
+        raise InputError(
+            f"standby_steps={standby_steps} with tiers: each save is a snapshot in memory already; save more often, "
+            "and pass durable=... for those that go to storage"
+        )
+    if role is not None:
+        raise InputError("tiers do not go with roles yet: leave one of them out")
+    if options.codecs:
+        names = ", ".join(codec.name for codec in options.codecs)
+        raise InputError(f"codecs={names} do not go with tiers, whose agents have no code of yours")
+    return Tiered(tiers, url, options, policy)
+
+
+def _never(step: int, outcome: str) -> str:
+    """Say why a snapshot does not become durable."""
+    if outcome in (GONE, "SUPERSEDED"):
+        return (
+            f"the snapshot of step {step} has not become durable: newer ones came before storage had it. Let fewer "
+            "saves be durable, or make storage faster"
+        )
+    return f"the snapshot of step {step} does not become durable: {outcome}. The log of the agent has more"
+
+
+def _address(world_size: int) -> str:
+    """Return the address at which other hosts reach this one; the loopback if the job has no other host."""
+    stated = stated_address(None)
+    if not stated and int(os.environ.get("LOCAL_WORLD_SIZE") or world_size) == world_size:
+        return _LOOPBACK
+    server = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
+    host = here(server if server[0] else None, stated)
+    return host.address or next((each.partition("/")[0] for each in host.networks), _LOOPBACK)

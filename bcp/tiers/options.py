@@ -1,0 +1,79 @@
+"""What a user says about the memory tier of a run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+from bcp.errors import InputError
+
+__all__ = ["Tiers"]
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- each job has a private directory there
+NAME_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """Keep the snapshots of a run in the memory of its hosts, where they outlive the trainers (paper sec. 3.1, 7).
+
+    A save copies the state into files on a host's tmpfs and marks them; then training goes on. An agent on each host, a
+    process of its own, makes the checkpoint durable. If trainers die behind the mark, nothing of the step is lost.
+    :meth:`bcp.Run.resume` comes back from the memories, on any number of ranks in any layout, if they have all files.
+
+    A host needs memory for two snapshots of its ranks, and for a third one while an older one is being stored. It
+    counts as memory of whoever has touched it first: the limit of a container needs room for it.
+
+    Attributes:
+        folder: a directory on a tmpfs, for this job alone, another one on each host of it. None: one in ``/dev/shm``
+            that is named after user and path of the run.
+        agent: ``"spawn"``: the first rank of a host starts its agent, which outlives torchrun. ``"external"``: somebody
+            else runs ``python -m bcp.agent`` on each host, as schedulers need it that end all processes of a job.
+        node: name of this host, other than those of all other hosts of the job, and the same after a restart. None: the
+            kernel's boot id and network name space.
+        listen: where the agent that is started lets other hosts of the job read, as ``HOST`` or ``HOST:PORT``. They
+            need the job's secret. None: the address towards the job's other hosts, as ``$BCP_ADDRESS`` says it; the
+            loopback for a job of one host.
+
+    Raises:
+        InputError: a value cannot be used.
+
+    Example::
+
+        with bcp.Run("gs://bucket/run-7", states, save=50, durable=1000, tiers=bcp.Tiers()) as run:
+            for step in range(run.resume() + 1, steps + 1):
+                train(step)
+                run.maybe_save(step)
+
+    """
+
+    folder: str | os.PathLike[str] | None = None
+    agent: Literal["spawn", "external"] = "spawn"
+    node: str | None = None
+    listen: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.agent not in ("spawn", "external"):
+            raise InputError(f"Tiers(agent={self.agent!r}): pass 'spawn' or 'external'")
+        for name in ("node", "listen"):
+            text = getattr(self, name)
+            if text is not None and not (isinstance(text, str) and text and text.isprintable()):
+                raise InputError(f"Tiers({name}={text!r}): pass a text, or None")
+        if self.folder is not None and not (isinstance(self.folder, str | os.PathLike) and os.fspath(self.folder)):
+            raise InputError(
+                f"Tiers(folder={self.folder!r}): pass a directory on a tmpfs, as '/dev/shm/run-7', or None"
+            )
+        if self.agent == "external" and self.listen is not None:
+            raise InputError(
+                f"Tiers(agent='external', listen={self.listen!r}): say it to the agent, as in "
+                f"python -m bcp.agent --listen {self.listen}"
+            )
+
+    def root(self, url: str) -> Path:
+        """Return the directory of a run on this host, absolute."""
+        if self.folder is not None:
+            return Path(os.fspath(self.folder)).absolute()
+        return SHARED_MEMORY / f"bcp-{os.geteuid()}-{sha256(url.encode()).hexdigest()[:NAME_DIGITS]}"

@@ -1,0 +1,312 @@
+"""A run with a memory tier: its snapshots outlive it, agents make them durable, and the next life finds them."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agents import agent, until
+from torch import nn
+
+import bcp
+from bcp import policies
+from bcp.errors import InputError, StorageError
+from bcp.format.metadata import METADATA_KEY, decode_metadata
+from bcp.tiers.folder import NodeFolder
+
+
+class Training:
+    """A small training whose weights tell the step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Linear(8, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.set(0)
+
+    @property
+    def states(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def set(self, step: int) -> None:
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.fill_(step)
+
+    @property
+    def step(self) -> int:
+        [value] = {*torch.cat([weight.detach().flatten() for weight in self.model.parameters()]).tolist()}
+        return int(value)
+
+
+class Place:
+    """The folder of a run, and the memory of its host."""
+
+    def __init__(self, root: Path) -> None:
+        self.store, self.memory = root / "run", root / "memory"
+        self.failures: list[tuple[int, str]] = []
+        self.commits: list[int] = []
+
+    def run(self, training: Training, **options: Any) -> bcp.Run:
+        given: dict[str, Any] = {"save": 1, "tiers": bcp.Tiers(folder=self.memory, agent="external")} | options
+        return bcp.Run(
+            self.store,
+            training.states,
+            on_commit=lambda step, _: self.commits.append(step),
+            on_failure=lambda step, error: self.failures.append((step, str(error))),
+            **given,
+        )
+
+    def train(self, first: int, last: int, **options: Any) -> bcp.Run:
+        """Train from a step to a step, which come all from the one before; then die as by an exception."""
+        training = Training()
+        run = self.run(training, **options)
+        assert run.resume() == first - 1
+        assert training.step == first - 1
+        for step in range(first, last + 1):
+            training.set(step)
+            pending = run.maybe_save(step)
+            if pending is not None:
+                pending.released()
+        return run
+
+    def die(self, run: bcp.Run) -> None:
+        with pytest.raises(ZeroDivisionError), run:
+            raise ZeroDivisionError
+
+    def resumed(self, **options: Any) -> tuple[int, bcp.Run]:
+        """Come back; return the step that the weights tell, and the run."""
+        training = self.training = Training()
+        run = self.run(training, **options)
+        step = run.resume()
+        assert training.step == step
+        return step, run
+
+    def committed(self) -> list[int]:
+        return sorted(int(path.parent.name.removeprefix("step-")) for path in self.store.glob(f"step-*/{METADATA_KEY}"))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tiers": True}, r"tiers=True: pass bcp.Tiers\(\)"),
+        ({"tiers": None, "durable": 10}, r"durable=10 is for runs with tiers.* save=10"),
+        ({"durable": policies.EverySeconds(60)}, r"durable=EverySeconds.* reads a clock"),
+        ({"durable": 0}, "EverySteps"),
+        ({"standby_steps": 5}, "standby_steps=5 with tiers: each save is a snapshot"),
+        ({"role": bcp.Role("actor", of=["actor"], launch="1")}, "tiers do not go with roles"),
+    ],
+)
+def test_arguments_that_do_not_go_together(arguments: dict[str, Any], words: str, place: Place) -> None:
+    with pytest.raises(InputError, match=words):
+        place.run(Training(), **arguments)
+    assert not place.memory.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"agent": "none"}, "agent='none'"),
+        ({"node": ""}, "node=''"),
+        ({"folder": 7}, "folder=7"),
+        ({"listen": 80}, "listen=80"),
+        ({"agent": "external", "listen": "10.0.0.1"}, r"say it to the agent.*--listen 10.0.0.1"),
+    ],
+)
+def test_arguments_of_tiers(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        bcp.Tiers(**arguments)
+
+
+def test_a_run_that_ends_well_is_durable_and_gives_the_memory_back(place: Place) -> None:
+    """Saves that the policy does not choose stay in memory, but for the last one."""
+    with agent(place.memory, place.store):
+        run = place.train(1, 7, durable=3, keep=policies.Everything())
+        run.close()
+    assert place.committed() == [3, 6, 7]
+    assert sorted(place.commits) == [3, 6, 7]
+    assert not place.failures
+    assert not NodeFolder(place.memory).data_files()
+    assert not NodeFolder(place.memory).marks()
+    assert not list(place.store.rglob("drain/*"))
+    assert [info.step for info in place.run(Training()).list()] == [3, 6, 7]
+    assert place.resumed()[0] == 7
+
+
+def test_what_is_asked_for_is_durable(place: Place) -> None:
+    training = Training()
+    with agent(place.memory, place.store), place.run(training, save=None, durable=1000) as run:
+        run.resume()
+        pending = run.save(4, {"loss": 0.5})
+        assert pending is not None
+        result = pending.wait()
+        assert result.path == f"{place.store}/step-00000004"
+        assert run.committed() == (4,)
+        [key] = [key for key in result.files if key.startswith("model/")]
+        assert (place.store / "step-00000004" / key).exists()
+    commit = decode_metadata((place.store / "step-00000004" / METADATA_KEY).read_bytes(), "metadata").commit
+    assert commit.metrics == {"loss": 0.5}
+    assert commit.operation == result.operation
+
+
+def test_training_goes_on_while_nobody_serves(place: Place) -> None:
+    """Storage may be away as long as it likes. The newest snapshot that was promised to it stays in memory."""
+    run = place.train(1, 9, durable=4)
+    folder = NodeFolder(place.memory)
+    assert len({mark.operation for mark in folder.marks()}) <= 3
+    until(lambda: place.failures, "step 4 has made way")
+    assert [step for step, _ in place.failures] == [4]
+    assert "newer ones came before storage had it" in place.failures[0][1]
+    assert place.committed() == []
+    with agent(place.memory, place.store):
+        run.close()
+    assert place.committed() == [8, 9]
+
+
+def test_a_pending_save_tells_that_it_was_superseded(place: Place) -> None:
+    training = Training()
+    run = place.run(training)
+    run.resume()
+    first = run.maybe_save(1)
+    for step in (2, 3, 4):
+        run.maybe_save(step)
+    assert first is not None
+    first.released()
+    with pytest.raises(StorageError, match="the snapshot of step 1 has not become durable"):
+        first.wait()
+    with agent(place.memory, place.store):
+        run.close()
+    assert place.committed()[-1] == 4
+
+
+def test_the_next_life_comes_back_from_memory(place: Place) -> None:
+    """Nothing is in storage. It goes on from the last step, and so does the life behind it."""
+    place.die(place.train(1, 5, durable=1000))
+    assert place.committed() == []
+    step, run = place.resumed()
+    assert (step, run.resumed.hosts, run.resumed.name) == (5, 1, "step-00000005")
+    assert str(run.resumed) == "resumed from step 5: memory of 1 host, 0 bytes from storage"
+    place.die(run)
+    step, run = place.resumed()
+    assert (step, run.resumed.hosts) == (5, 1), "a second recovery"
+    with agent(place.memory, place.store):
+        until(lambda: place.committed() == [5], "storage gets what the run has come back from")
+        until(lambda: [info.step for info in run.list() if info.committed] == [5], "and so does the ledger")
+    place.die(run)
+
+
+def test_a_life_that_dies_in_a_snapshot_leaves_the_one_before(place: Place) -> None:
+    run = place.train(1, 3, durable=1000)
+    place.die(run)
+    for path in NodeFolder(place.memory).root.glob("intents/*"):
+        if path.stat().st_mtime_ns == max(each.stat().st_mtime_ns for each in path.parent.iterdir()):
+            path.rename(path.with_name(f".{path.name}.new"))
+            break
+    step, run = place.resumed()
+    assert step == 2
+    place.die(run)
+
+
+def test_storage_that_is_newer_comes_first(place: Place) -> None:
+    place.die(place.train(1, 3, durable=1000))
+    bcp.save(place.store / "step-00000004", trained(4).states)
+    step, run = place.resumed()
+    assert (step, run.resumed.hosts) == (4, 0)
+    assert not NodeFolder(place.memory).marks(), "the run does not go on from these"
+    place.die(run)
+
+
+def test_memory_that_is_damaged_leads_to_storage(place: Place) -> None:
+    with agent(place.memory, place.store):
+        run = place.train(1, 4, durable=2)
+        until(lambda: place.commits == [2, 4], "they are durable")
+    place.die(run)
+    folder = NodeFolder(place.memory)
+    for paths in folder.data_files().values():
+        for path in paths:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+    step, run = place.resumed()
+    assert (step, run.resumed.hosts) == (4, 0)
+    assert "cannot be read from memory" in run.resumed.passed_over[0].reason
+    place.die(run)
+
+
+def trained(step: int) -> Training:
+    training = Training()
+    training.set(step)
+    return training
+
+
+def test_a_run_that_goes_back_leaves_the_memory_behind(place: Place) -> None:
+    """What it has left is never committed by an agent, and no later life takes it."""
+    with agent(place.memory, place.store):
+        run = place.train(1, 2, durable=2)
+        until(lambda: place.commits == [2], "it is durable")
+    for step in (3, 4):
+        run.maybe_save(step)
+    place.die(run)
+    training = Training()
+    run = place.run(training, durable=1000)
+    assert run.resume(step=2) == 2
+    assert not NodeFolder(place.memory).marks()
+    training.set(33)
+    pending = run.maybe_save(3)
+    assert pending is not None
+    pending.released()
+    place.die(run)
+    with agent(place.memory, place.store):
+        until(lambda: 3 in place.committed(), "the new step 3, whose trainers have died")
+    assert place.committed() == [2, 3]
+    target = Training()
+    bcp.load(place.store / "step-00000003", {"model": target.model})
+    assert target.step == 33
+
+
+@pytest.mark.parametrize("part", ["model", "metadata"])
+def test_a_damaged_checkpoint_is_saved_again(part: str, place: Place) -> None:
+    """Agents replace only what they can read."""
+    with agent(place.memory, place.store):
+        run = place.train(1, 2)
+        until(lambda: sorted(place.commits) == [1, 2], "they are durable")
+        place.die(run)
+    shutil.rmtree(place.memory)
+    [path] = place.store.glob("step-00000002/metadata.arrow" if part == "metadata" else "step-00000002/model/*")
+    path.write_bytes(path.read_bytes()[:-9])
+    with agent(place.memory, place.store):
+        step, run = place.resumed()
+        assert step == 1
+        place.training.set(2)
+        run.maybe_save(2)
+        run.close()
+    assert place.resumed()[0] == 2
+
+
+def test_a_full_memory_is_an_error_that_may_be_tolerated(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot before stays, and a later one may have room."""
+    with agent(place.memory, place.store):
+        run = place.train(1, 1, tolerate=1)
+
+        def full(_: int, nbytes: int) -> None:
+            raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("bcp.tiers.memory.fallocate", full)
+            pending = run.maybe_save(2)
+            assert pending is not None
+            with pytest.raises(StorageError, match=r"^/.*bytes left, and the snapshot of rank 0 needs .* more"):
+                pending.released()
+        run.maybe_save(3)
+        run.close()
+    assert [step for step, _ in place.failures] == [2]
+    assert place.committed() == [1, 3]

@@ -1,0 +1,176 @@
+"""Jobs with a memory tier on several hosts: killed, and back from the memories in another layout."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiered_job
+import torch
+from agents import until
+from by_torchrun import torchrun
+from forked import Forked
+from ranks import Ranks
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import bcp
+from bcp.format.metadata import METADATA_KEY
+
+WIDTH = 24
+SECONDS = 240.0
+KILLS = 20
+pytestmark = pytest.mark.dist
+
+
+def tiers_at(root: Path, node: int) -> bcp.Tiers:
+    return bcp.Tiers(folder=root / f"node-{node}", node=f"n{node}", listen="127.0.0.1")
+
+
+def make_states(kind: str) -> dict[str, Any]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    if kind == "sharded":
+        fully_shard(model)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "extra_states": {"step": 0}}
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    """Return all parameters, whole: torch's own gather."""
+    return [each.full_tensor() if isinstance(each, DTensor) else each.detach().clone() for each in model.parameters()]
+
+
+def set_to(model: nn.Module, step: int) -> None:
+    """Give each element a value that tells step and place."""
+    for number, each in enumerate(model.parameters()):
+        whole = torch.arange(each.numel(), dtype=torch.float32).reshape(each.shape) + 1000 * step + number
+        local: torch.Tensor = each
+        if isinstance(each, DTensor):
+            local = each.to_local()
+            chunk = -(-each.shape[0] // dist.get_world_size())
+            offset = min(chunk * dist.get_rank(), each.shape[0])
+            whole = whole[offset : offset + local.shape[0]]
+        with torch.no_grad():
+            local.copy_(whole)
+
+
+def trained(root: Path, steps: int, nodes: Sequence[int], kind: str = "sharded") -> tuple[int, int]:
+    """Train so many steps further, and die; return the step that was resumed, and of how many memories."""
+    states = make_states(kind)
+    run = bcp.Run(root / "run", states, save=1, durable=1000, tiers=tiers_at(root, nodes[dist.get_rank()]))
+    first = run.resume()
+    expected = make_states(kind)["model"]
+    if first:
+        set_to(expected, first)
+        assert all(map(torch.equal, values(states["model"]), values(expected)))
+        assert states["extra_states"]["step"] == first
+    for step in range(first + 1, first + steps + 1):
+        set_to(states["model"], step)
+        states["extra_states"]["step"] = step
+        pending = run.maybe_save(step)
+        assert pending is not None
+        pending.released()
+    hosts = run.resumed.hosts
+    dist.barrier()
+    if nodes.index(nodes[dist.get_rank()]) == dist.get_rank():
+        kill_agents(root / f"node-{nodes[dist.get_rank()]}")
+    dist.barrier()
+    with pytest.raises(ZeroDivisionError), run:
+        raise ZeroDivisionError
+    return first, hosts
+
+
+def agents_of(root: Path) -> list[psutil.Process]:
+    """Return the processes of agents below a directory, parents first."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "bcp.agent" in words and any(word.startswith(str(root)) for word in words):
+            found.append(process)
+    return sorted(found, key=lambda process: "--child" in process.info["cmdline"])
+
+
+def kill_agents(root: Path) -> None:
+    for process in agents_of(root):
+        process.kill()
+    psutil.wait_procs(agents_of(root), SECONDS)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    kill_agents(tmp_path)
+
+
+def committed(root: Path) -> list[int]:
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in root.glob(f"run/step-*/{METADATA_KEY}"))
+
+
+def test_back_in_other_layouts_without_a_byte_of_storage(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
+    """Four ranks and three, sharded and replicated, on two hosts; one life after the other. Nothing is in storage."""
+    assert ranks4.run(trained, root, 3, (0, 0, 1, 1)) == [(0, 0)] * 4
+    assert committed(root) == []
+    assert ranks3.run(trained, root, 2, (1, 0, 1)) == [(3, 2)] * 3
+    empty(root)
+    assert ranks3.run(trained, root, 1, (0, 1, 1), "plain") == [(5, 2)] * 3
+    empty(root)
+    assert ranks4.run(trained, root, 1, (0, 1, 0, 1)) == [(6, 2)] * 4
+
+
+def empty(root: Path) -> None:
+    """Take away what the agents of a life have stored: the snapshot that it came back from."""
+    for path in [*root.glob("run/step-*")]:
+        shutil.rmtree(path)
+
+
+def job(root: Path, steps: int, dies: str = "") -> tuple[int, int]:
+    """Run a job of one rank to its end, in a group of its own; return the step that it has resumed, and the hosts."""
+    command = [sys.executable, tiered_job.__file__, str(root), str(steps), dies]
+    done = Forked(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    out, _ = done.communicate(timeout=SECONDS)
+    assert done.returncode == (-signal.SIGKILL if dies else 0)
+    [words] = [line.split() for line in out.splitlines() if line.startswith("resumed")]
+    return int(words[1]), int(words[2])
+
+
+def test_a_job_that_is_killed_as_soon_as_the_save_returns(root: Path) -> None:
+    """Its agent lives in a session of its own, makes the last snapshot durable, and ends. Each life finds it."""
+    for life in range(KILLS):
+        assert job(root, 2, "itself" if life % 2 else "all")[0] == 2 * life
+    until(lambda: committed(root)[-1:] == [2 * KILLS], "the agent makes the last step durable")
+    until(lambda: not agents_of(root), "it ends by itself")
+    assert bcp.Checkpoint(root / "run" / f"step-{2 * KILLS:08d}").verify()
+    assert len([*root.glob("node-0/model/*")]) <= 5, "the folder grows"
+
+
+def test_a_job_whose_agent_dies_with_it_comes_back(root: Path) -> None:
+    assert job(root, 3, "all") == (0, 0)
+    kill_agents(root)
+    assert job(root, 2, "all")[0] == 3
+    kill_agents(root)
+    step, _ = job(root, 1)
+    assert step == 5
+    assert committed(root)[-1] == 6
+    until(lambda: not agents_of(root), "the run has ended")
+    assert not list(root.glob("node-0/model/*"))
+
+
+def test_ranks_of_torchrun_are_killed_one_after_the_other(root: Path) -> None:
+    """Four ranks on two hosts; torchrun ends those that are left. Then three ranks go on."""
+    done = torchrun(4, tiered_job.__file__, str(root), "3", "itself")
+    assert done.returncode != 0
+    assert done.stdout.count("resumed 0 0") == 4
+    until(lambda: committed(root) == [3], "the agents make it durable")
+    done = torchrun(3, tiered_job.__file__, str(root), "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("resumed 3 ") == 3
+    assert committed(root)[-1] == 5

@@ -1,0 +1,43 @@
+"""Agents of hosts as tasks of this process, which begin and end when the test says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from bcp.agent.loop import Agent
+from bcp.agent.serve import serving
+from bcp.runtime import bridge
+from bcp.tiers.folder import NodeFolder
+
+__all__ = ["agent", "until"]
+
+SECONDS = 240.0  # the end of a hang
+
+
+@contextmanager
+def agent(root: Path, durable: Path, node: str = "n0") -> Iterator[Agent]:
+    """Serve a host at the loopback; end at once, as by a kill, when the context is left."""
+    folder = NodeFolder(root)
+    name = sha256(node.encode()).hexdigest()[:16]
+    made = Agent(folder, str(durable), name, poll_seconds=0.02, patience_seconds=0.5)
+    with folder.serving() as is_first, serving(folder, "127.0.0.1"):
+        assert is_first
+        background = bridge.start(lambda _: made.run(), name="an agent", daemon=True)
+        try:
+            yield made
+        finally:
+            background.cancel()
+            assert background.wait_ended(SECONDS)
+            background.exception()
+
+
+def until(is_true: Callable[[], object], why: str) -> None:
+    """Wait until something is true."""
+    end = time.monotonic() + SECONDS
+    while not is_true():
+        assert time.monotonic() < end, why
+        time.sleep(0.01)
