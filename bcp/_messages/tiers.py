@@ -19,8 +19,11 @@ __all__ = [
     "KnownLayout",
     "LeftBehind",
     "MadeMetadata",
+    "Offered",
     "Recovery",
     "Settled",
+    "Sources",
+    "ToldLayout",
     "Want",
 ]
 
@@ -45,6 +48,7 @@ class Intent(Message, frozen=True):
     part_bytes: Count
     layout: Digest  # of the encoded layout, which lies in the folder once
     receipt: bytes  # the rank's receipt with zeros for digests, encoded
+    copied: bool = False  # whether other hosts shall have copies of it
     durable: bool = True  # whether it shall go to durable storage while the job lives
     replaces: str = ""  # operation of the checkpoint at its place that it may replace; empty: there must be none
     metrics: dict[str, float] = msgspec.field(default_factory=dict)  # of the step, for the commit
@@ -60,11 +64,19 @@ class Intent(Message, frozen=True):
         )
 
 
+class ToldLayout(Message, frozen=True):
+    """What one rank knows before a save."""
+
+    digest: bytes  # of the encoded layout that its host has; empty for none
+    is_copied: bool  # whether other hosts have all of the last snapshot of this host that was to be copied
+
+
 class KnownLayout(Message, frozen=True):
     """The layout of a save, from rank 0: an agent on any host has to be able to commit."""
 
     digest: Digest
     layout: bytes  # encoded; empty if all ranks have kept it before
+    is_copied: bool = True  # whether all hosts have copies of the last snapshot that was to be copied
 
 
 class HeldRanks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -120,6 +132,30 @@ class Digested(Message, frozen=True):
             len(self.ranks) % 4 == 0 and len(self.receipts) * 4 == DIGEST_BYTES * len(self.ranks),
             reason=f"{len(self.ranks)} bytes of ranks with {len(self.receipts)} bytes of digests",
         )
+
+
+class Offered(Message, frozen=True):
+    """The newest snapshot of a host that others are to copy."""
+
+    operation: str  # empty for none
+    ranks: tuple[Rank, ...] = ()  # whose files the host has
+
+    def __post_init__(self) -> None:
+        expect(
+            not self.operation or OPERATION.fullmatch(self.operation) is not None,
+            reason=f"operation {self.operation!r}",
+        )
+
+
+class Sources(Message, frozen=True):
+    """The hosts whose snapshots this one copies."""
+
+    nodes: tuple[str, ...]  # their names
+    addresses: tuple[str, ...]  # where their agents serve
+
+    def __post_init__(self) -> None:
+        count = len(self.addresses)
+        expect(len(self.nodes) == count, reason=f"{len(self.nodes)} hosts with {count} addresses")
 
 
 class Want(Message, frozen=True):

@@ -32,6 +32,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--storage-options", type=Path, metavar="FILE", help="options of the storage, as JSON; the file is private"
     )
+    parser.add_argument("--pace", type=float, metavar="BYTES", help="most bytes a second to copy from other hosts")
     parser.add_argument("--poll", type=float, default=0.5, metavar="SECONDS", help="how often to look for snapshots")
     parser.add_argument("--patience", type=float, default=30.0, metavar="SECONDS", help="how long to wait for others")
     parser.add_argument("--linger", type=float, default=3600.0, metavar="SECONDS", help="how long to outlive trainers")

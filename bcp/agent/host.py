@@ -52,6 +52,7 @@ def serve(arguments: argparse.Namespace) -> int:
             arguments.durable,
             sha256(arguments.node.encode()).hexdigest()[:16],
             storage_options=_options(arguments.storage_options),
+            pace=arguments.pace,
             poll_seconds=arguments.poll,
             patience_seconds=arguments.patience,
             linger_seconds=arguments.linger,

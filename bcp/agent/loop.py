@@ -15,6 +15,7 @@ from bcp._log import log
 from bcp._messages.tiers import Intent
 from bcp._text import shown
 from bcp.agent.commit import Outcome
+from bcp.agent.copying import Copier, Pace
 from bcp.agent.generation import advance
 from bcp.backends import child, resolve
 from bcp.errors import BcpError, CorruptError
@@ -40,11 +41,13 @@ class Generation:
     Attributes:
         intent: that of one of its ranks.
         marks: of all of its ranks on this host.
+        copies: marks of ranks on other hosts, whose files this one has, too.
         age: when the last one was prepared, in seconds since the epoch.
     """
 
     intent: Intent
     marks: Sequence[Mark]
+    copies: Sequence[Mark]
     age: float
 
 
@@ -60,6 +63,7 @@ class Agent:
         poll_seconds: how often it looks for new snapshots.
         patience_seconds: without trainers, how long it waits for other hosts before it takes an older snapshot, too.
         linger_seconds: how long it goes on after the last trainer of the host has ended.
+        pace: bytes per second that it fetches from other hosts; None for no limit.
     """
 
     folder: NodeFolder
@@ -69,6 +73,7 @@ class Agent:
     poll_seconds: float = 0.5
     linger_seconds: float = 3600.0
     patience_seconds: float = 30.0
+    pace: float | None = None
     _tries: dict[str, int] = field(default_factory=dict)
     _next_try: dict[str, float] = field(default_factory=dict)
     _committed_age: float = 0.0
@@ -80,18 +85,27 @@ class Agent:
         It waits as long for the first trainer.
         """
         store = await in_thread(resolve, self.durable, self.storage_options)
-        alone_since, has_seen = time.monotonic(), False
         try:
-            while True:
-                is_alone = not await in_thread(self.folder.members)
-                has_seen = has_seen or not is_alone or bool(await in_thread(self.folder.marks))
-                alone_since = alone_since if is_alone else time.monotonic()
-                is_idle = has_seen and await self.round(store, is_alone=is_alone)
-                if is_alone and (is_idle or time.monotonic() - alone_since > self.linger_seconds):
-                    return
-                await anyio.sleep(self.poll_seconds)
+            async with anyio.create_task_group() as group:
+                copier = Copier(self.folder, self.poll_seconds, Pace(self.pace))
+                group.start_soon(copier.run)
+                await self._drain_all(store)
+                group.cancel_scope.cancel()
+            await in_thread(copier.clear)
         finally:
-            await store.aclose()
+            with anyio.CancelScope(shield=True):
+                await store.aclose()
+
+    async def _drain_all(self, store: Backend) -> None:
+        alone_since, has_seen = time.monotonic(), False
+        while True:
+            is_alone = not await in_thread(self.folder.members)
+            has_seen = has_seen or not is_alone or bool(await in_thread(self.folder.marks))
+            alone_since = alone_since if is_alone else time.monotonic()
+            is_idle = has_seen and await self.round(store, is_alone=is_alone)
+            if is_alone and (is_idle or time.monotonic() - alone_since > self.linger_seconds):
+                return
+            await anyio.sleep(self.poll_seconds)
 
     async def round(self, store: Backend, *, is_alone: bool) -> bool:
         """Go on with each snapshot that shall be durable, the newest first; return whether there is nothing to do.
@@ -129,10 +143,15 @@ class Agent:
 
         The next try is later each time, also while other hosts are not done: the last of them commits.
         """
-        intent = generation.intent
+        intent, marks = generation.intent, list(generation.marks)
+        if self._is_stuck(intent.operation):  # other hosts may be lost
+            marks += generation.copies
+        if not marks:
+            self._waits_since.setdefault(intent.operation, time.monotonic())
+            return Outcome.WAITING
         path = f"{self.durable.rstrip('/')}/{intent.place}".rstrip("/")
         try:
-            outcome = await advance(self.folder, generation.marks, store, path, self.node)
+            outcome = await advance(self.folder, marks, store, path, self.node)
         except CorruptError as error:
             log.error(
                 "a snapshot in memory is damaged, and is given up", path=shown(path), step=intent.step, error=str(error)
@@ -160,15 +179,17 @@ class Agent:
 
     def _generations(self) -> list[Generation]:
         """List the saves on this host that have not ended, the newest first."""
-        ended, ages = self.folder.ended(), self.folder.ages()
+        ended, ages, copies = self.folder.ended(), self.folder.ages(), self.folder.copies()
         found: list[Generation] = []
         for operation, marks in groupby(sorted(ages), attrgetter("operation")):
-            own = list(marks)
+            there = list(marks)
+            own, copied = [each for each in there if each not in copies], [each for each in there if each in copies]
+            age = max(ages[mark] for mark in own or copied)
             if ended.get(operation) == Outcome.COMMITTED.name:  # by an earlier life of this agent, too
-                self._committed_age = max(self._committed_age, *map(ages.__getitem__, own))
+                self._committed_age = max(self._committed_age, age)
             if operation in ended:
                 continue
-            with self.folder.holding(own[0]) as held:
+            with self.folder.holding(there[0]) as held:
                 if held is not None:
-                    found.append(Generation(held.intent, own, max(ages[mark] for mark in own)))
+                    found.append(Generation(held.intent, own, copied, age))
         return sorted(found, key=lambda each: -each.age)

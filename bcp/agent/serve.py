@@ -7,6 +7,7 @@ are held until the connection ends: nobody takes their memory away.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -14,13 +15,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Self
 
+import anyio
+
 from bcp._log import log
+from bcp._messages.tiers import Offered
 from bcp._sockets import Wire
 from bcp.errors import BcpError, StorageError
-from bcp.format.metadata import owner_of
+from bcp.format.metadata import OPERATION, owner_of, receipt_key
 from bcp.runtime.process import process_lock
-from bcp.tiers.folder import Mark, NodeFolder
-from bcp.tiers.wire import Status, StrangerError, pull_request, push_answer, welcome
+from bcp.tiers.digests import digested
+from bcp.tiers.folder import LEFT, Held, Mark, NodeFolder
+from bcp.tiers.wire import OFFER, Status, StrangerError, pull_request, push_answer, welcome
 
 __all__ = ["MemoryServer", "serving"]
 
@@ -28,6 +33,9 @@ MOST_CONNECTIONS = 256
 GREETING_SECONDS = 10.0
 IDLE_SECONDS = 600.0
 PAUSE_SECONDS = 0.1
+
+INTENT = re.compile(r"intents/([0-9]{5,10})-([0-9a-f]{16})")
+LAYOUT = re.compile(r"layouts/([0-9a-f]{32})")
 
 
 @contextmanager
@@ -37,13 +45,22 @@ def serving(folder: NodeFolder, listen: str) -> Iterator[None]:
         yield
         return
     host, _, port = listen.rpartition(":") if listen.rpartition(":")[2].isdecimal() else (listen, "", "0")
-    with MemoryServer(folder, host.strip("[]"), int(port)) as server:
+    with _server(folder, host.strip("[]"), int(port)) as server:
         shown = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
+        folder.put_port(server.address[1])
         folder.put_address(f"{shown}:{server.address[1]}")
         try:
             yield
         finally:
             folder.put_address("")
+
+
+def _server(folder: NodeFolder, host: str, port: int) -> MemoryServer:
+    """Listen, at the port of the agent before if none is asked for: other hosts know that one."""
+    if not port and (before := folder.port()):
+        with suppress(StorageError):
+            return MemoryServer(folder, host, before)
+    return MemoryServer(folder, host, port)
 
 
 class MemoryServer:
@@ -118,7 +135,7 @@ class MemoryServer:
                 connection.settimeout(GREETING_SECONDS)
                 welcome(wire, self._folder.token())
                 connection.settimeout(IDLE_SECONDS)
-                held: dict[Mark, bool] = {}
+                held: dict[Mark, Held | None] = {}
                 while True:
                     self._answer(connection, wire, stack, held)
         except StrangerError as error:
@@ -129,19 +146,26 @@ class MemoryServer:
             with self._lock:
                 self._open.discard(connection)
 
-    def _answer(self, connection: socket.socket, wire: Wire, stack: ExitStack, held: dict[Mark, bool]) -> None:
+    def _answer(self, connection: socket.socket, wire: Wire, stack: ExitStack, held: dict[Mark, Held | None]) -> None:
         """Answer one request."""
         want = pull_request(wire)
-        owner = owner_of(want.key)
-        if owner is None:
+        if want.key.startswith(OFFER):
+            _push(wire, self._offered(want.key.removeprefix(OFFER)).encode())
+            return
+        if layout := LAYOUT.fullmatch(want.key):
+            _push(wire, self._folder.layout(bytes.fromhex(layout[1])))
+            return
+        mark = _owner(want.key)
+        if mark is None:
             push_answer(wire, Status.FAILED, f"{want.key!r} is no file of a snapshot")
             return
-        mark = Mark(owner[1], owner[0])
         if mark not in held:
-            held[mark] = stack.enter_context(self._folder.holding(mark)) is not None
-        if not held[mark]:
+            held[mark] = stack.enter_context(self._folder.holding(mark))
+        if (holding := held[mark]) is None:
             push_answer(wire, Status.MISSING, f"{want.key} is not marked on this host")
             return
+        if want.key == receipt_key(mark.rank, mark.operation):
+            anyio.run(digested, self._folder.files, holding.blank)
         try:
             fd = os.open(self._folder.root / want.key, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -158,6 +182,37 @@ class MemoryServer:
             _send(connection, fd, want.start, nbytes)
         finally:
             os.close(fd)
+
+    def _offered(self, words: str) -> Offered:
+        """Return the newest snapshot that is to be copied, and note what a host has copied already."""
+        folder, (number, _, operation) = self._folder, words.partition("-")
+        if not number.isdecimal() or (operation and not OPERATION.fullmatch(operation)):
+            raise StrangerError(f"the request {OFFER}{words}")
+        if operation:
+            folder.note_copied(operation, int(number))
+        copies, ended, ages = folder.copies(), folder.ended(), folder.ages()
+        begun = {mark.operation: age for mark, age in ages.items()}
+        for operation in sorted(begun, key=lambda each: -begun[each]):
+            own = [mark for mark in ages if mark.operation == operation and mark not in copies]
+            if not own or ended.get(operation) == LEFT:
+                continue
+            with folder.holding(own[0]) as held:
+                if held is not None and held.intent.copied:
+                    return Offered(operation, tuple(sorted(mark.rank for mark in own)))
+        return Offered("")
+
+
+def _owner(key: str) -> Mark | None:
+    """Return whose file a key is; None for keys that nobody may read."""
+    if intent := INTENT.fullmatch(key):
+        return Mark(intent[2], int(intent[1]))
+    owner = owner_of(key)
+    return None if owner is None else Mark(owner[1], owner[0])
+
+
+def _push(wire: Wire, data: bytes) -> None:
+    push_answer(wire, Status.OK, nbytes=len(data))
+    wire.push(memoryview(data))
 
 
 def _send(connection: socket.socket, fd: int, start: int, nbytes: int) -> None:

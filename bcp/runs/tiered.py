@@ -70,7 +70,16 @@ class Tiered:
         """Open the memory of this host, start its agent, and find the newest whole snapshot. Collective."""
         await self.forget_found()
         opened = partial(self._opened, ranks.rank, ranks.world_size)
-        self.found = await find_whole(ranks, opened, self._node, self._options.timeout)
+        self.found, hosts = await find_whole(ranks, opened, self._node, self._options.timeout)
+        sources = hosts.copied_by(self._node, self._tiers.copies - 1, self._tiers.stride)
+        await in_thread(self._joined.folder.put_sources, sources)
+        self._joined.copies = len(sources.nodes)
+        if ranks.rank == 0 and len(sources.nodes) < self._tiers.copies - 1:
+            log.warning(
+                "the job has too few hosts for the copies that were asked for",
+                copies=self._tiers.copies,
+                hosts=len(hosts.names),
+            )
         return self.found
 
     async def forget_found(self) -> None:
@@ -124,7 +133,7 @@ class Tiered:
             try:
                 if self._tiers.agent == "spawn":
                     listen = self._tiers.listen or _address(world_size)
-                    start_agent(folder, self._url, self._node, listen, self._options.storage_options)
+                    start_agent(folder, self._url, self._node, listen, self._options.storage_options, self._tiers.pace)
             except BaseException:
                 memory.close()
                 raise

@@ -16,7 +16,7 @@ from bcp.protocols import Backend
 from bcp.read.windows import Window, windows_of
 from bcp.runtime.threads import in_thread
 
-__all__ = ["PART_BYTES", "digested", "key_of", "read_window", "run_windows"]
+__all__ = ["PART_BYTES", "digested", "is_of", "key_of", "read_window", "run_windows"]
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ async def digested(files: Backend, blank: Receipt) -> bytes:
     key = receipt_key(blank.rank, blank.operation)
     try:
         data = bytes(await get_small(files, key))
-        if _is_of(decode_receipt(data, key), blank):
+        if is_of(decode_receipt(data, key), blank):
             return data
     except (FileNotFoundError, CheckpointError):
         pass
@@ -85,7 +85,7 @@ async def run_windows(graph: Pipeline[Window, T], windows: Sequence[Window]) -> 
         return await graph.run(windows, budget=Budget(max(largest, PART_BYTES) * AT_ONCE))
 
 
-def _is_of(receipt: Receipt, blank: Receipt) -> bool:
+def is_of(receipt: Receipt, blank: Receipt) -> bool:
     """Whether a receipt differs from a blank one in nothing but digests."""
     return encode_receipt(replace(receipt, files=[_blanked(file) for file in receipt.files])) == encode_receipt(blank)
 

@@ -17,15 +17,15 @@ import secrets
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from bcp._log import log
-from bcp._messages.tiers import Intent
+from bcp._messages.tiers import Intent, Sources
 from bcp.backends import LocalBackend
-from bcp.errors import CheckpointError, CorruptError, InputError, StorageError
+from bcp.errors import CheckpointError, CorruptError, InputError, MessageError, StorageError
 from bcp.format.container import digest
 from bcp.format.metadata import OPERATION, owner_of, receipt_key
 from bcp.format.receipt import Receipt
@@ -33,12 +33,14 @@ from bcp.plan.shards import KINDS
 from bcp.runtime.process import in_forked_child
 from bcp.tiers.intent import decode_intent, encode_intent
 
-__all__ = ["GONE", "LEFT", "Held", "Mark", "Member", "NodeFolder", "told"]
+__all__ = ["GONE", "LEFT", "Held", "Mark", "Member", "NodeFolder", "Noted", "told"]
 
 INTENTS, LAYOUTS, MEMBERS, ENDED, WANTED, LOCK = "intents", "layouts", "members", "ended", "wanted", "lock"
 NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
 SERVED, STARTING, TOKEN, ADDRESS = "served", "starting", "token", "address"
 PRIVATE = 0o700
+
+COPIES, COPIED, SOURCES, PORT = "copies", "copied", "sources", "port"
 
 GONE = "GONE"
 """Of a snapshot whose memory newer ones have, before it was durable."""
@@ -76,6 +78,19 @@ class Held:
 
     intent: Intent
     blank: Receipt
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A note about files that are copies.
+
+    Attributes:
+        name: of the host whose files they are.
+        age: when their fetch began, in seconds since the epoch.
+    """
+
+    name: str
+    age: float
 
 
 class Member:
@@ -132,7 +147,7 @@ class NodeFolder:
             with suppress(FileExistsError):
                 root.mkdir(PRIVATE)
             _check_private(root)
-            for name in (INTENTS, LAYOUTS, MEMBERS, ENDED, WANTED):
+            for name in (INTENTS, LAYOUTS, MEMBERS, ENDED, WANTED, COPIES, COPIED):
                 (root / name).mkdir(PRIVATE, exist_ok=True)
 
     def __repr__(self) -> str:
@@ -283,6 +298,62 @@ class NodeFolder:
         except FileNotFoundError:
             return b""
 
+    def port(self) -> int:
+        """Return the port at which the last agent of this host has served; 0 if there was none."""
+        text = self._small(PORT)
+        return int(text) if text.isdigit() else 0
+
+    def put_port(self, port: int) -> None:
+        """Keep the port for the next agent: other hosts know it."""
+        with told(self.root / PORT):
+            _write(self.root / PORT, str(port).encode())
+
+    # -- copies of other hosts' files --------------------------------------------------------------
+
+    def sources(self) -> Sources:
+        """Return the hosts whose snapshots this one copies."""
+        try:
+            return Sources.decode(self._small(SOURCES), sender=0)
+        except MessageError:
+            return Sources((), ())
+
+    def put_sources(self, sources: Sources) -> None:
+        """Say whose snapshots this host is to copy."""
+        with told(self.root / SOURCES):
+            _write(self.root / SOURCES, sources.encode())
+
+    def note_copies(self, marks: Iterable[Mark], name: str) -> None:
+        """Note that these files are copies of a host's, before they are fetched."""
+        for mark in marks:
+            path = self.root / COPIES / mark.name
+            with told(path):
+                if not path.exists():
+                    _write(path, name.encode())
+
+    def copies(self) -> dict[Mark, Noted]:
+        """Return the files that are copies, whole or not, and whose."""
+        found = {}
+        with told(self.root):
+            for path in (self.root / COPIES).iterdir():
+                if name := NAME.fullmatch(path.name):
+                    with suppress(FileNotFoundError):
+                        found[Mark(name[2], int(name[1]))] = Noted(path.read_text(), path.stat().st_mtime)
+        return found
+
+    def forget_copy(self, mark: Mark) -> None:
+        """Forget that files were copies: they are gone."""
+        (self.root / COPIES / mark.name).unlink(missing_ok=True)
+
+    def note_copied(self, operation: str, number: int) -> None:
+        """Note that another host has copies of all files of a snapshot; hosts are told apart by a number."""
+        path = self.root / COPIED / f"{operation}-{number}"
+        with told(path):
+            path.touch(0o600)
+
+    def is_copied(self, operation: str, count: int) -> bool:
+        """Whether so many other hosts have copies of all files that this host has of a snapshot."""
+        return all((self.root / COPIED / f"{operation}-{number}").exists() for number in range(1, count + 1))
+
     # -- what has become of saves ------------------------------------------------------------------
 
     def end(self, operation: str, outcome: str) -> None:
@@ -304,9 +375,9 @@ class NodeFolder:
         """Remove the notes of saves that have no marks any more, but for the newest ones."""
         marked = {mark.operation for mark in self.marks()}
         with told(self.root):
-            for name in (ENDED, WANTED):
-                notes = [path for path in (self.root / name).iterdir() if OPERATION.fullmatch(path.name)]
-                notes = [path for path in notes if path.name not in marked]
+            for name in (ENDED, WANTED, COPIED):
+                notes = [path for path in (self.root / name).iterdir() if OPERATION.match(path.name)]
+                notes = [path for path in notes if path.name.partition("-")[0] not in marked]
                 for path in sorted(notes, key=lambda each: each.stat().st_mtime)[: max(len(notes) - MOST_NOTES, 0)]:
                     path.unlink(missing_ok=True)
 
@@ -368,6 +439,10 @@ class NodeFolder:
             with suppress(FileNotFoundError), told(self._path(mark)):
                 found[mark] = self._path(mark).stat().st_mtime
         return found
+
+    def is_marked(self, mark: Mark) -> bool:
+        """Whether files count."""
+        return self._path(mark).exists()
 
     @contextmanager
     def holding(self, mark: Mark) -> Iterator[Held | None]:

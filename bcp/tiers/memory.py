@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from bcp._messages.tiers import Sources
 from bcp.backends.files import fallocate
 from bcp.errors import StorageError
 from bcp.runtime.staging import map_file
@@ -40,7 +41,9 @@ class TierMemory:
     Attributes:
         folder: of the host.
         rank: whose files these are.
-        live: operations whose snapshots a recovery may need. They are the newest ones that all ranks have marked.
+        copies: how many other hosts copy the files of this one.
+        live: operations whose snapshots a recovery may need. They are the newest one that all ranks have marked, the
+            one that is being copied to other hosts, and the newest one that all hosts have copied.
         promised: operation of the newest snapshot that shall go to durable storage; empty for none.
         layout: digest of the layout of the last save; empty before the first.
     """
@@ -55,8 +58,10 @@ class TierMemory:
         self.folder, self.rank = folder, rank
         with folder.arranging():
             self._member = folder.join(rank)
+        self.copies = 0
         self.live: frozenset[str] = frozenset()
         self.promised = ""
+        self._copying = self._copied = ""
         self.layout = b""
         self._mapped: dict[Inode, Kept] = {}
         self._open: dict[str, Kept] = {}
@@ -78,11 +83,28 @@ class TierMemory:
         self._open, self._mapped = {}, {}
 
     def _clear(self) -> None:
-        """Remove the files of this rank, and of ranks without a process, that nobody reads."""
+        """Remove the files of this rank, and of ranks without a process, that nobody reads; copy no more."""
+        self.folder.put_sources(Sources((), ()))
         for mark, paths in self.folder.data_files().items():
             if (mark.rank == self.rank or not self.folder.is_member(mark.rank)) and self.folder.take(mark):
                 for path in paths:
                     path.unlink(missing_ok=True)
+
+    def is_copied(self) -> bool:
+        """Whether other hosts have all files of this one that were to be copied last. Blocks."""
+        return not self._copying or self.folder.is_copied(self._copying, self.copies)
+
+    def all_marked(self, operation: str, *, is_copied: bool) -> None:
+        """Note that all ranks have marked a snapshot.
+
+        Args:
+            operation: of the snapshot.
+            is_copied: whether all hosts had copies of the one before that was to be copied. Then it is this one's turn.
+
+        """
+        if self.copies and is_copied:
+            self._copied, self._copying = self._copying, operation
+        self.live = frozenset({operation, self._copying, self._copied} - {""})
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -150,12 +172,13 @@ class TierMemory:
         there, stays, too.
         """
         there, ages, ended = self.folder.data_files(), self.folder.ages(), self.folder.ended()
+        copies = self.folder.copies() if self.folder.is_served() else {}  # else nobody uses their memory again
         needed = {operation, *self.live, *({self.promised} - ended.keys())}
         free: list[Path] = []
         for mark, paths in sorted(there.items(), key=lambda each: ages.get(each[0], -1.0)):
             if mark.operation in needed:
                 continue
-            if mark.rank != self.rank and self.folder.is_member(mark.rank):
+            if mark in copies or (mark.rank != self.rank and self.folder.is_member(mark.rank)):
                 continue
             if mark in ages and not self.live and not _missing(sizes, free):
                 continue

@@ -37,6 +37,12 @@ class Tiers:
         listen: where the agent that is started lets other hosts of the job read, as ``HOST`` or ``HOST:PORT``. They
             need the job's secret. None: the address towards the job's other hosts, as ``$BCP_ADDRESS`` says it; the
             loopback for a job of one host.
+        copies: hosts that have each file, the trainers' own host counted in. With 2, one lost host loses nothing that
+            was copied. The agents copy while training goes on, and the next snapshot when all hosts have the one
+            before. A host needs memory for two more snapshots, and for each copy after the first for two again.
+        stride: number of hosts between a host and the one that copies it, in the order of ranks. With the number of
+            hosts in a rack, a lost rack loses nothing.
+        pace: bytes a second that each host copies from others; None for no limit.
 
     Raises:
         InputError: a value cannot be used.
@@ -54,6 +60,9 @@ class Tiers:
     agent: Literal["spawn", "external"] = "spawn"
     node: str | None = None
     listen: str | None = None
+    copies: int = 1
+    stride: int = 1
+    pace: float | None = None
 
     def __post_init__(self) -> None:
         if self.agent not in ("spawn", "external"):
@@ -66,6 +75,12 @@ class Tiers:
             raise InputError(
                 f"Tiers(folder={self.folder!r}): pass a directory on a tmpfs, as '/dev/shm/run-7', or None"
             )
+        for name in ("copies", "stride"):
+            number = getattr(self, name)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise InputError(f"Tiers({name}={number!r}): pass a whole number from 1 on")
+        if self.pace is not None and not (isinstance(self.pace, int | float) and 0 < self.pace < float("inf")):
+            raise InputError(f"Tiers(pace={self.pace!r}): pass bytes a second, as 1e9, or None")
         if self.agent == "external" and self.listen is not None:
             raise InputError(
                 f"Tiers(agent='external', listen={self.listen!r}): say it to the agent, as in "

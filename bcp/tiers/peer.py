@@ -8,13 +8,13 @@ from bcp._messages.tiers import Want
 from bcp._sockets import Wire
 from bcp.backends.small import check_small
 from bcp.errors import CorruptError, StorageError
-from bcp.protocols import Buffer
+from bcp.protocols import Backend, Buffer
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread
 from bcp.tiers.refusals import ReadOnly
 from bcp.tiers.wire import Status, StrangerError, connected, dial, pull_head, push_request
 
-__all__ = ["NoAgent", "PeerMemory"]
+__all__ = ["NoAgent", "PeerMemory", "peer_at"]
 
 SECONDS = 30.0
 """Silence after which an agent counts as gone; the next copy is read then."""
@@ -133,3 +133,18 @@ class PeerMemory(ReadOnly):
         for wire in free:
             with suppress(OSError):
                 wire.close()
+
+
+def peer_at(name: str, address: str, token: bytes) -> Backend:
+    """Return the memory of another host, read through its agent.
+
+    Args:
+        name: of the host, for messages.
+        address: of its agent, as ``host:port``; empty if it serves nobody.
+        token: the job's secret.
+
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        return NoAgent(name)
+    return PeerMemory((host.strip("[]"), int(port)), token)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bcp._agree import capture_error, collective_operation, gather_broadcast
-from bcp._messages.tiers import Digested, HeldRanks, Holdings, Intent, MadeMetadata, Recovery
+from bcp._messages.tiers import Digested, HeldRanks, Holdings, Intent, MadeMetadata, Recovery, Sources
 from bcp._sockets import new_token
 from bcp.errors import BcpError, CorruptError
 from bcp.format.metadata import encode_metadata
@@ -31,21 +31,13 @@ from bcp.tiers.digests import digested
 from bcp.tiers.folder import LEFT, Mark, NodeFolder
 from bcp.tiers.intent import commit_of
 from bcp.tiers.near import Copy, NearBackend
-from bcp.tiers.peer import NoAgent, PeerMemory
+from bcp.tiers.peer import peer_at
 
-__all__ = ["Found", "Reach", "find_whole"]
+__all__ = ["Found", "Hosts", "Reach", "find_whole"]
 
 Reach = Callable[[str, str, bytes], Backend]
 THIS_HOST = "this host"
 DIGEST_BYTES = 16
-
-
-def peer(name: str, address: str, token: bytes) -> Backend:
-    """Return the memory of another host, read through its agent."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        return NoAgent(name)
-    return PeerMemory((host.strip("[]"), int(port)), token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +63,38 @@ class Found:
     reasons: Sequence[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """All hosts of a job.
+
+    Attributes:
+        names: in the order of their first ranks.
+        addresses: where their agents serve; empty for one that serves nobody.
+    """
+
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+    def copied_by(self, name: str, copies: int, stride: int) -> Sources:
+        """Return the hosts whose snapshots one host copies: those ``stride`` hosts before it, twice as many, and so on.
+
+        Example:
+            >>> Hosts(("a", "b", "c", "d"), ("a:1", "b:1", "c:1", "d:1")).copied_by("b", copies=2, stride=1).nodes
+            ('a', 'd')
+
+        """
+        place, count = self.names.index(name), len(self.names)
+        before = dict.fromkeys((place - stride * number) % count for number in range(1, copies + 1))
+        chosen = [each for each in before if each != place]
+        return Sources(tuple(self.names[each] for each in chosen), tuple(self.addresses[each] for each in chosen))
+
+
 async def find_whole(
-    ranks: Coordinator, opened: Callable[[], NodeFolder], node: str, patience: float, reach: Reach = peer
-) -> Found | None:
+    ranks: Coordinator, opened: Callable[[], NodeFolder], node: str, patience: float, reach: Reach = peer_at
+) -> tuple[Found | None, Hosts]:
     """Agree with all ranks on the newest whole snapshot in the memories of their hosts; None if there is none.
+
+    All hosts of the job are returned, too, in the order of their first ranks.
 
     Args:
         ranks: of the job, all of them.
@@ -98,15 +118,19 @@ async def find_whole(
             told = await gather_broadcast(agreement, "memory", ranks.rank, own, leader.choose)
             answer = Recovery.decode(told, sender=0)
             await in_thread(folder.put_token, answer.token)
+            hosts = Hosts(answer.nodes, answer.addresses)
             if not answer.operation:
-                return None
+                return None, hosts
             share = (await _digests(folder, answer, ranks.rank)).encode()
             make = partial(leader.make, answer)
             made = MadeMetadata.decode(await gather_broadcast(agreement, "digests", ranks.rank, share, make), sender=0)
             if made.metadata:
                 copies = _copies(answer, folder, node, reach)
-                storage, hosts = NearBackend(made.metadata, copies), len({*_numbers(answer.holder).tolist()})
-                return Found(answer.operation, answer.step, made.place, hosts, storage.metrics, storage, answer.reasons)
+                storage, count = NearBackend(made.metadata, copies), len({*_numbers(answer.holder).tolist()})
+                found = Found(
+                    answer.operation, answer.step, made.place, count, storage.metrics, storage, answer.reasons
+                )
+                return found, hosts
 
 
 @dataclass(slots=True)
@@ -128,8 +152,9 @@ class _Leader:
         token = next((each.token for each in told if each.token), b"") or new_token().encode()
         whole, why = newest_whole([[_holding(each) for each in first[name].held] for name in names], self.damaged)
         reasons = (*self.damaged.values(), *why.values())
+        addresses = tuple(first[name].address for name in names)
         if whole is None:
-            return Recovery("", 0, 0, reasons, token).encode()
+            return Recovery("", 0, 0, reasons, token, tuple(names), addresses).encode()
         return Recovery(
             whole.operation,
             whole.step,
@@ -137,7 +162,7 @@ class _Leader:
             reasons,
             token,
             tuple(names),
-            tuple(first[name].address for name in names),
+            addresses,
             _packed([number[each.node] for each in told]),
             _packed(whole.holder),
             _packed(whole.begin),

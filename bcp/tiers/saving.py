@@ -15,7 +15,7 @@ from functools import partial
 from bcp import _save as saving
 from bcp._agree import collective_operation, gather_broadcast, no_answer
 from bcp._job import SaveJob
-from bcp._messages.tiers import Intent, KnownLayout
+from bcp._messages.tiers import Intent, KnownLayout, ToldLayout
 from bcp._workflow import edited, plan_save
 from bcp.errors import BcpError
 from bcp.events import SaveResult
@@ -67,12 +67,12 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> SaveResult:
         async with job.opened, collective_operation(job.operation) as agreement:
             with job.watch.phase("plan"):
                 held, opening, planned, items, values = await plan_save(agreement, job, snapshot, refusal)
-                layout = await _layout(agreement, job, memory, planned.layout if planned else b"")
+                known = await _layout(agreement, job, memory, planned.layout if planned else b"")
             mark = Mark(opening.operation, job.rank)
             try:
                 with job.watch.phase("write"):
                     receipt = await in_thread_gc_paused(_blank_receipt, job, items, values, opening.operation)
-                    intent = _intent(job, receipt, layout, held.framework, aim)
+                    intent = _intent(job, receipt, known, held.framework, aim)
                     await in_thread(memory.folder.prepare, intent)
                     await _copy(job, items, snapshot, memory, opening.operation)
                     await in_thread(memory.folder.mark, mark)
@@ -82,24 +82,26 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> SaveResult:
             snapshot.let_go_on()
             with job.watch.phase("commit"):
                 await gather_broadcast(agreement, "kept", job.rank, b"", no_answer)
-            memory.live = frozenset({opening.operation})
+            memory.all_marked(opening.operation, is_copied=known.is_copied)
             if aim.durable:
                 memory.promised = opening.operation
     return saving.result(job, held, opening, receipt, items, snapshot)
 
 
-async def _layout(agreement: Agreement, job: SaveJob, memory: TierMemory, layout: bytes) -> bytes:
-    """Let each host have the layout, which rank 0 knows; return its digest."""
+async def _layout(agreement: Agreement, job: SaveJob, memory: TierMemory, layout: bytes) -> KnownLayout:
+    """Let each host have the layout, which rank 0 knows; learn whether all hosts have the copies that they wait for."""
 
-    async def answer(known: Sequence[bytes]) -> bytes:
-        name = digest(layout)
-        return KnownLayout(name, b"" if all(each == name for each in known) else layout).encode()
+    async def answer(messages: Sequence[bytes]) -> bytes:
+        told, name = ToldLayout.decode_all(messages), digest(layout)
+        is_known = all(each.digest == name for each in told)
+        return KnownLayout(name, b"" if is_known else layout, all(each.is_copied for each in told)).encode()
 
-    told = KnownLayout.decode(await gather_broadcast(agreement, "layout", job.rank, memory.layout, answer), sender=0)
-    if told.layout:
-        await in_thread(memory.folder.put_layout, told.layout)
-    memory.layout = told.digest
-    return told.digest
+    own = ToldLayout(memory.layout, await in_thread(memory.is_copied)).encode()
+    known = KnownLayout.decode(await gather_broadcast(agreement, "layout", job.rank, own, answer), sender=0)
+    if known.layout:
+        await in_thread(memory.folder.put_layout, known.layout)
+    memory.layout = known.digest
+    return known
 
 
 def _blank_receipt(
@@ -113,7 +115,7 @@ def _blank_receipt(
     return saving.make_receipt(items, stored, values, operation, job.rank, job.options)
 
 
-def _intent(job: SaveJob, receipt: Receipt, layout: bytes, framework: str, aim: Aim) -> Intent:
+def _intent(job: SaveJob, receipt: Receipt, known: KnownLayout, framework: str, aim: Aim) -> Intent:
     return Intent(
         rank=job.rank,
         world_size=job.world_size,
@@ -122,8 +124,9 @@ def _intent(job: SaveJob, receipt: Receipt, layout: bytes, framework: str, aim: 
         step=aim.step,
         framework=framework,
         part_bytes=job.options.part_bytes,
-        layout=layout,
+        layout=known.digest,
         receipt=encode_receipt(receipt),
+        copied=known.is_copied,
         durable=aim.durable,
         replaces=aim.replaces,
         metrics={name: value for name, value in job.metrics.items() if math.isfinite(value)},

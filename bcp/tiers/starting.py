@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ LOG, OPTIONS = "agent.log", "storage-options.json"
 SHOWN = 2_000
 
 
-def start_agent(folder: NodeFolder, durable: str, node: str, listen: str, options: Mapping[str, Any] | None) -> None:
+def start_agent(
+    folder: NodeFolder,
+    durable: str,
+    node: str,
+    listen: str,
+    options: Mapping[str, Any] | None,
+    pace: float | None = None,
+) -> None:
     """Start the agent of this host; return when it serves. Of several processes that call this, one starts it. Blocks.
 
     Args:
@@ -32,6 +39,7 @@ def start_agent(folder: NodeFolder, durable: str, node: str, listen: str, option
         node: name of the host.
         listen: where other hosts read.
         options: of the storage; they lie in a private file, for the agent's next life.
+        pace: bytes a second that it copies from other hosts; None for no limit.
 
     Raises:
         InputError: the options are no JSON.
@@ -43,7 +51,10 @@ def start_agent(folder: NodeFolder, durable: str, node: str, listen: str, option
         with folder.starting() as is_first:
             if is_first and not folder.is_served():
                 folder.put_address("")  # that of an agent which was killed
-                _await(folder, _spawned(folder, durable, node, listen, options), until)
+                words = ["--node", node, "--listen", listen]
+                words += [] if pace is None else ["--pace", str(pace)]
+                words += ["--storage-options", str(_stored(folder, options))] if options else []
+                _await(folder, _spawned(folder, durable, words), until)
         if time.monotonic() > until:
             raise StorageError(f"the agent of {folder.root} does not serve after {START_SECONDS:.0f} s")
         time.sleep(NAP_SECONDS)
@@ -64,11 +75,9 @@ def _await(folder: NodeFolder, pid: int, until: float) -> None:
         time.sleep(NAP_SECONDS)
 
 
-def _spawned(folder: NodeFolder, durable: str, node: str, listen: str, options: Mapping[str, Any] | None) -> int:
+def _spawned(folder: NodeFolder, durable: str, words: Sequence[str]) -> int:
     """Start the process, in a session of its own; return its id."""
-    command = [sys.executable, "-P", "-m", "bcp.agent", str(folder.root), durable, "--node", node, "--listen", listen]
-    if options:
-        command += ["--storage-options", str(_stored(folder, options))]
+    command = [sys.executable, "-P", "-m", "bcp.agent", str(folder.root), durable, *words]
     log = str(folder.root / LOG)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     actions = [

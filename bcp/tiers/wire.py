@@ -16,13 +16,26 @@ from bcp._messages.tiers import Want
 from bcp._sockets import Wire, proof
 from bcp.errors import MessageError, StorageError
 
-__all__ = ["Status", "StrangerError", "dial", "pull_head", "pull_request", "push_answer", "push_request", "welcome"]
+__all__ = [
+    "OFFER",
+    "Status",
+    "StrangerError",
+    "dial",
+    "pull_head",
+    "pull_request",
+    "push_answer",
+    "push_request",
+    "welcome",
+]
 
 NONCE_BYTES, PROOF_BYTES = 16, 32
 REQUEST = struct.Struct("<I")
 ANSWER = struct.Struct("<BQ")
 MOST_REQUEST_BYTES = 4096
 GREETING = b"bcp-memory-1\n"
+
+OFFER = "offer/"
+"""Before the number of a host that copies, and the operation that it has last: a request for the next one."""
 
 
 class Status(IntEnum):

@@ -109,7 +109,8 @@ class Hosts:
             return (spoilt or {}).get(name) or LocalBackend(self.root / name)
 
         async def call(rank: int, ranks: Any) -> Any:
-            return await find_whole(ranks, lambda: self.folders[nodes[rank]], f"node-{nodes[rank]}", 60.0, reach)
+            here = self.folders[nodes[rank]]
+            return (await find_whole(ranks, lambda: here, f"node-{nodes[rank]}", 60.0, reach))[0]
 
         found = on_ranks(len(nodes), call)
         for each in found:
@@ -272,7 +273,7 @@ def test_other_hosts_are_read_through_their_agents(hosts: Hosts) -> None:
     with serving(hosts.folders[0], "127.0.0.1"), serving(hosts.folders[1], "127.0.0.1:0"):
 
         async def call(rank: int, ranks: Any) -> Any:
-            return await find_whole(ranks, lambda: hosts.folders[rank % 2], f"node-{rank % 2}", 60.0)
+            return (await find_whole(ranks, lambda: hosts.folders[rank % 2], f"node-{rank % 2}", 60.0))[0]
 
         found = on_ranks(3, call)
         assert hosts.load(found) == 4
@@ -289,7 +290,7 @@ def test_a_host_without_an_agent_leads_to_the_next_copy(hosts: Hosts) -> None:
     hosts.copy(1, 0, kept[4])
 
     async def call(rank: int, ranks: Any) -> Any:
-        return await find_whole(ranks, lambda: hosts.folders[rank], f"node-{rank}", 60.0)
+        return (await find_whole(ranks, lambda: hosts.folders[rank], f"node-{rank}", 60.0))[0]
 
     found = on_ranks(2, call)
     with pytest.raises(bcp.BcpError, match="its agent serves no other host"):

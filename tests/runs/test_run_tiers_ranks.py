@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import bcp
 from bcp.format.metadata import METADATA_KEY
+from bcp.tiers.folder import NodeFolder
 
 WIDTH = 24
 SECONDS = 240.0
@@ -174,3 +175,47 @@ def test_ranks_of_torchrun_are_killed_one_after_the_other(root: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("resumed 3 ") == 3
     assert committed(root)[-1] == 5
+
+
+def trained_with_copies(root: Path, steps: int, nodes: Sequence[int], kind: str = "sharded") -> tuple[int, int]:
+    """Train so many steps further; go on once other hosts have copies; end without an end, as by a kill."""
+    node = nodes[dist.get_rank()]
+    states = make_states(kind)
+    tiers = bcp.Tiers(folder=root / f"node-{node}", node=f"n{node}", listen="127.0.0.1", copies=2)
+    run = bcp.Run(root / "run", states, save=1, durable=1000, tiers=tiers)
+    first = run.resume()
+    if first:
+        expected = make_states(kind)["model"]
+        set_to(expected, first)
+        assert all(map(torch.equal, values(states["model"]), values(expected)))
+        assert states["extra_states"]["step"] == first
+    folder = NodeFolder(root / f"node-{node}")
+    for step in range(first + 1, first + steps + 1):
+        set_to(states["model"], step)
+        states["extra_states"]["step"] = step
+        pending = run.maybe_save(step)
+        assert pending is not None
+        pending.released()
+        copying = run._tiered._memory._copying  # type: ignore[union-attr]
+        until(lambda copying=copying: folder.is_copied(copying, 1), "the next host has copies")
+    hosts = run.resumed.hosts
+    dist.barrier()
+    if nodes.index(node) == dist.get_rank():
+        kill_agents(root / f"node-{node}")
+    dist.barrier()
+    with pytest.raises(ZeroDivisionError), run:
+        raise ZeroDivisionError
+    return first, hosts
+
+
+def test_a_lost_host_is_replaced_by_copies(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
+    """Each of four hosts has the files of the one before it. The next lives are on those that are left."""
+    assert ranks4.run(trained_with_copies, root, 4, (0, 1, 2, 3)) == [(0, 0)] * 4
+    shutil.rmtree(root / "node-2")
+    empty(root)
+    assert ranks3.run(trained_with_copies, root, 3, (0, 1, 3)) == [(4, 3)] * 3
+    shutil.rmtree(root / "node-0")
+    empty(root)
+    assert ranks3.run(trained_with_copies, root, 2, (3, 1, 1), "plain")[0][0] == 7
+    for node in (1, 3):
+        assert len([*root.glob(f"node-{node}/model/*")]) <= 8, "the folder grows"

@@ -93,8 +93,11 @@ from bcp._messages.tiers import (
     KnownLayout,
     LeftBehind,
     MadeMetadata,
+    Offered,
     Recovery,
     Settled,
+    Sources,
+    ToldLayout,
     Want,
 )
 from bcp._messages.tools import (
@@ -186,6 +189,9 @@ EXAMPLES: list[Message] = [
     MadeMetadata(b"metadata", "step-00001000"),
     LeftBehind(("step-00001000",), ("0123456789abcdef",)),
     Settled(durable=True),
+    Offered("0123456789abcdef", (0, 3)),
+    Sources(("node-1",), ("10.0.0.1:7000",)),
+    ToldLayout(bytes(16), is_copied=True),
     Want("model/00000-0123456789abcdef.safetensors", 1 << 20, 4096),
     Opening("0123456789abcdef", True, None, "", True, False),  # noqa: FBT003 -- an example
     Opening("0123456789abcdef", cached=False, version="etag", trace="00-1-2-01", compares=False, differs=True),

@@ -1,0 +1,247 @@
+"""Copies of other hosts' snapshots, which an agent fetches from their agents (Gemini, paper sec. 7).
+
+A host tells which of its snapshots are to be copied. The other one asks for them, compares each block with its digest
+on arrival, and marks its copy as trainers mark theirs. So a recovery finds copies like any other files. Memory of
+copies is used again for the next ones.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+
+from bcp._log import log
+from bcp._messages.tiers import Offered, Sources
+from bcp.backends.files import fallocate
+from bcp.errors import BcpError, CorruptError, StorageError
+from bcp.format.container import digest
+from bcp.format.metadata import receipt_key
+from bcp.format.receipt import FileReceipt, Receipt, decode_receipt
+from bcp.pipeline import Pipeline, Stage
+from bcp.protocols import Backend
+from bcp.read.windows import Window, windows_of, wrong_block
+from bcp.runtime.threads import in_thread
+from bcp.tiers.digests import PART_BYTES, is_of, key_of, run_windows
+from bcp.tiers.folder import Mark, NodeFolder, Noted, told
+from bcp.tiers.intent import decode_intent
+from bcp.tiers.peer import peer_at
+from bcp.tiers.wire import OFFER
+
+__all__ = ["Copier", "Pace", "needed_operations"]
+
+GENERATIONS = 2
+"""Newer snapshots of this host, behind which the copies of a host that is not there any more can go."""
+
+LONGEST_PAUSE_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class Pace:
+    """Lets so many bytes a second through.
+
+    Attributes:
+        nbytes_per_second: None for no limit.
+    """
+
+    nbytes_per_second: float | None
+    _free_at: float = 0.0
+
+    async def take(self, nbytes: int) -> None:
+        """Wait until so many bytes may go."""
+        if self.nbytes_per_second is None:
+            return
+        now = time.monotonic()
+        start = max(now, self._free_at)
+        self._free_at = start + nbytes / self.nbytes_per_second
+        await anyio.sleep(start - now)
+
+
+@dataclass(slots=True)
+class Copier:
+    """Fetches the snapshots of the hosts that the trainers have chosen for this one.
+
+    Attributes:
+        folder: the memory of this host.
+        poll_seconds: how often it asks.
+        pace: of what it fetches.
+    """
+
+    folder: NodeFolder
+    poll_seconds: float
+    pace: Pace
+    _held: dict[str, str] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+
+    async def run(self) -> None:
+        """Fetch until it is cancelled. Behind a failure it waits longer each time, unless the hosts change."""
+        pause = self.poll_seconds
+        while True:
+            sources = await in_thread(self.folder.sources)
+            pause = self.poll_seconds if await self.round(sources) else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            with anyio.move_on_after(pause):
+                while await in_thread(self.folder.sources) == sources:  # noqa: ASYNC110 -- trainers change the file
+                    await anyio.sleep(self.poll_seconds)
+
+    async def round(self, sources: Sources) -> bool:
+        """Ask each host once, and fetch what it offers; return whether all have answered."""
+        is_well = True
+        for number, (name, address) in enumerate(zip(sources.nodes, sources.addresses, strict=True), 1):
+            files = peer_at(name, address, await in_thread(self.folder.token))
+            try:
+                await self._fetch(files, name, number)
+            except (BcpError, OSError) as error:
+                tell = log.info if name in self._told else log.warning
+                tell("a snapshot of another host is not copied yet", host=name, error=str(error))
+                self._told.add(name)
+                is_well = False
+            else:
+                self._told.discard(name)
+            finally:
+                await files.aclose()
+        return is_well
+
+    async def _fetch(self, files: Backend, name: str, number: int) -> None:
+        """Fetch the newest snapshot that a host offers, and tell it so, until it offers no other one."""
+        while True:
+            held = self._held.get(name, "")
+            offered = Offered.decode(bytes(await files.get(f"{OFFER}{number}-{held}")))
+            if offered.operation in ("", held):
+                return
+            marks = [Mark(offered.operation, rank) for rank in offered.ranks]
+            await in_thread(self.folder.note_copies, marks, name)
+            for mark in marks:
+                if not await in_thread(self.folder.is_marked, mark):
+                    await self._fetch_rank(files, mark)
+            self._held[name] = offered.operation
+            await in_thread(self._tidy)
+
+    async def _fetch_rank(self, files: Backend, mark: Mark) -> None:
+        """Fetch the files of one rank, then mark them."""
+        where = f"the intent of {mark.name} from {files!r}"
+        intent, blank = decode_intent(bytes(await files.get(f"intents/{mark.name}")), where)
+        if (intent.operation, intent.rank) != (mark.operation, mark.rank):
+            raise CorruptError(f"{where} is of rank {intent.rank} in operation {intent.operation}")
+        layout = bytes(await files.get(f"layouts/{intent.layout.hex()}"))
+        if digest(layout) != intent.layout:
+            raise CorruptError(f"the layout {intent.layout.hex()} from {files!r} is damaged")
+        key = receipt_key(mark.rank, mark.operation)
+        data = bytes(await files.get(key))
+        receipt = decode_receipt(data, f"{key} from {files!r}")
+        if not is_of(receipt, blank):
+            raise CorruptError(f"{key} from {files!r} is not the receipt of its intent")
+        await in_thread(self.folder.put_layout, layout)
+        for file in receipt.files:
+            await self._fetch_file(files, receipt, file)
+        await self.folder.files.put(key, data)
+        await in_thread(self.folder.prepare, intent)
+        await in_thread(self.folder.mark, mark)
+
+    async def _fetch_file(self, files: Backend, receipt: Receipt, file: FileReceipt) -> None:
+        """Fetch a file by parts into its memory; every block is compared with its digest."""
+        key = key_of(receipt, file)
+        memory = await in_thread(self._room, self.folder.root / key, file.stored_nbytes)
+
+        async def fetch(window: Window) -> Window:
+            await self.pace.take(window.nbytes)
+            out = memoryview(memory)[window.start : window.start + window.nbytes]
+            await files.read_into(window.key, window.start, out)
+            if wrong := await in_thread(wrong_block, window, out):
+                raise CorruptError(f"from {files!r}: {wrong}")
+            return window
+
+        start: Pipeline[Window, Window] = Pipeline()
+        await run_windows(start.then(Stage("fetch", fetch, workers=2)), windows_of(key, file, PART_BYTES))
+
+    def _room(self, path: Path, nbytes: int) -> mmap.mmap | bytearray:
+        """Return the memory of a file: that of an old copy of this size, or new memory. Blocks."""
+        with told(path):
+            path.parent.mkdir(0o700, exist_ok=True)
+            if not path.exists():
+                old = next((each for each in self._free() if each.stat().st_size == nbytes), None)
+                if old is not None:
+                    old.rename(path)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.ftruncate(fd, nbytes)
+                if not nbytes:
+                    return bytearray()
+                fallocate(fd, nbytes)
+                return mmap.mmap(fd, nbytes)
+            except OSError as error:
+                path.unlink()
+                raise StorageError(
+                    f"{self.folder.root} has no room for {path.name}, {nbytes} bytes of a copy: {error}. Give the file "
+                    "system more room (mount -o remount,size=...)"
+                ) from error
+            finally:
+                os.close(fd)
+
+    def _free(self) -> list[Path]:
+        """Return the files of copies that are not needed any more; they count no more. Blocks."""
+        copies, there = self.folder.copies(), self.folder.data_files()
+        ages = {mark: age for mark, age in self.folder.ages().items() if mark not in copies}
+        own = {mark.operation: age for mark, age in ages.items()}
+        is_marked = {mark for mark in copies if self.folder.is_marked(mark)}
+        needed = needed_operations(copies, is_marked, self.folder.sources().nodes, own)
+        old = [mark for mark in copies if mark.operation not in needed and self.folder.take(mark)]
+        return [path for mark in old for path in there.get(mark, ())]
+
+    def clear(self) -> None:
+        """Give back the memory of all copies, if the run has ended well and nothing is copied any more. Blocks."""
+        copies, there = self.folder.copies(), self.folder.data_files()
+        if self.folder.sources().nodes or not {*self.folder.marks()} <= copies.keys():
+            return
+        for mark in copies:
+            if self.folder.take(mark):
+                for path in there.get(mark, ()):
+                    path.unlink(missing_ok=True)
+                self.folder.forget_copy(mark)
+
+    def _tidy(self) -> None:
+        """Give back the memory of copies that are not needed any more. Blocks."""
+        with told(self.folder.root):
+            for path in self._free():
+                path.unlink(missing_ok=True)
+            there = self.folder.data_files()
+            for mark in self.folder.copies():
+                if mark not in there and not self.folder.is_marked(mark):
+                    self.folder.forget_copy(mark)
+
+
+def needed_operations(
+    copies: Mapping[Mark, Noted], is_marked: Collection[Mark], sources: Collection[str], own: Mapping[str, float]
+) -> set[str]:
+    """Return the operations whose copies have to stay.
+
+    Of a host that this one copies, these are the newest one and the newest whole one beside it: trainers choose the
+    next one when all hosts have the one before. Those of other hosts, which may be lost, stay until this host has two
+    newer snapshots of its own.
+
+    Args:
+        copies: all copies, whole or not.
+        is_marked: those whose files are whole.
+        sources: names of the hosts that this one copies.
+        own: when this host's own snapshots were prepared, by operation.
+
+    """
+    needed: set[str] = set()
+    for name in {noted.name for noted in copies.values()}:
+        groups: dict[str, list[Mark]] = {}
+        for mark, noted in sorted(copies.items(), key=lambda each: -each[1].age):
+            if noted.name == name:
+                groups.setdefault(mark.operation, []).append(mark)
+        whole = [operation for operation, marks in groups.items() if {*marks} <= {*is_marked}]
+        if name in sources:
+            newest = next(iter(groups))
+            needed |= {newest, *[each for each in whole if each != newest][:1]}
+        elif whole:
+            age = max(copies[mark].age for mark in groups[whole[0]])
+            if sum(other > age for other in own.values()) < GENERATIONS:
+                needed.add(whole[0])
+    return needed
