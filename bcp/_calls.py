@@ -152,7 +152,8 @@ def keep_call(
         return replace(checked, name=f"snapshot of step {aim.step}", does=f"{does} replicas={chosen.replicas}")
 
     async def work(job: SaveJob) -> SaveResult:
-        return await akeep(replace(job, metrics=metrics or {}), memory, aim)
+        kept = await akeep(replace(job, metrics=metrics or {}), memory, aim)
+        return replace(kept, path=str(memory.folder.root))
 
     return _save_call(_take_place(ranks, "begin", options, check), work)
 

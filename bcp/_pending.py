@@ -44,6 +44,8 @@ class Pending(Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Block until the checkpoint is committed, and return the result.
 
+        A save into memory that is to stay there ends when it is :meth:`released`; its path is that of the memory.
+
         Args:
             timeout: seconds to wait; None for no limit.
 

@@ -192,17 +192,6 @@ class Copier:
         old = [mark for mark in copies if mark.operation not in needed and self.folder.take(mark)]
         return [path for mark in old for path in there.get(mark, ())]
 
-    def clear(self) -> None:
-        """Give back the memory of all copies, if the run has ended well and nothing is copied any more. Blocks."""
-        copies, there = self.folder.copies(), self.folder.data_files()
-        if self.folder.sources().nodes or not {*self.folder.marks()} <= copies.keys():
-            return
-        for mark in copies:
-            if self.folder.take(mark):
-                for path in there.get(mark, ()):
-                    path.unlink(missing_ok=True)
-                self.folder.forget_copy(mark)
-
     def _tidy(self) -> None:
         """Give back the memory of copies that are not needed any more. Blocks."""
         with told(self.folder.root):

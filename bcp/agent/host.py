@@ -15,10 +15,14 @@ import anyio
 
 from bcp.agent.loop import Agent
 from bcp.agent.serve import serving
+from bcp.backends.local import absolute
 from bcp.errors import InputError
 from bcp.tiers.folder import NodeFolder
 
 __all__ = ["ALREADY_SERVED", "serve"]
+
+WRONG_CALL = 2
+"""Exit code of an agent whose arguments cannot be used; it is not started again."""
 
 ALREADY_SERVED = 3
 """Exit code of an agent whose host has one already."""
@@ -42,14 +46,26 @@ def _options(path: Path | None) -> Mapping[str, Any] | None:
 def serve(arguments: argparse.Namespace) -> int:
     """Be the agent; return the exit code."""
     os.nice(NICE)
-    folder = NodeFolder(arguments.folder)
-    with folder.serving() as is_first:
-        if not is_first:
+    try:
+        return _serve(arguments, NodeFolder(arguments.folder))
+    except InputError as error:
+        sys.stderr.write(f"{error}\n")
+        return WRONG_CALL
+
+
+def _serve(arguments: argparse.Namespace, folder: NodeFolder) -> int:
+    """Serve until no rank lives here and nothing is left to do. A rank that comes meanwhile is served, too."""
+    durable = arguments.durable
+    if "://" not in durable:
+        durable = os.path.abspath(absolute(durable))  # noqa: PTH100 -- links stay, as in the path of a run
+    with folder.serving() as lock:
+        if lock is None:
             sys.stderr.write(f"there is an agent for {arguments.folder} already\n")
             return ALREADY_SERVED
+        folder.check_run(durable)
         agent = Agent(
             folder,
-            arguments.durable,
+            durable,
             sha256(arguments.node.encode()).hexdigest()[:16],
             storage_options=_options(arguments.storage_options),
             pace=arguments.pace,
@@ -57,6 +73,8 @@ def serve(arguments: argparse.Namespace) -> int:
             patience_seconds=arguments.patience,
             linger_seconds=arguments.linger,
         )
-        with serving(folder, arguments.listen):
-            anyio.run(agent.run)
-    return 0
+        while True:
+            with serving(folder, arguments.listen):
+                anyio.run(agent.run)
+            if folder.leave_serving(lock):
+                return 0

@@ -87,11 +87,11 @@ class Agent:
         store = await in_thread(resolve, self.durable, self.storage_options)
         try:
             async with anyio.create_task_group() as group:
-                copier = Copier(self.folder, self.poll_seconds, Pace(self.pace))
-                group.start_soon(copier.run)
+                group.start_soon(Copier(self.folder, self.poll_seconds, Pace(self.pace)).run)
                 await self._drain_all(store)
                 group.cancel_scope.cancel()
-            await in_thread(copier.clear)
+            if await in_thread(self.folder.is_finished):
+                await in_thread(self.folder.clear)
         finally:
             with anyio.CancelScope(shield=True):
                 await store.aclose()

@@ -11,7 +11,7 @@ from typing import Self
 from bcp._log import log
 from bcp.backends import resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
-from bcp.errors import InputError
+from bcp.errors import InputError, StorageError
 from bcp.options import SaveOptions
 from bcp.protocols import Coordinator
 from bcp.runs.calls import Body, adrive, drive, noting
@@ -80,12 +80,11 @@ class RunLife:
         try:
             drop_standby = partial(noting, errors, self._saver.drop_standby)
             interrupt = yield from await_save(self._saves, drop_standby, again)
-            is_durable = yield from self._drained(end, interrupt)
+            is_durable = yield from self._drained(end, interrupt, errors)
             for part in (self._saves.kept, self._schedule.ended):
                 yield from noting(errors, part)
             if self._tiered is not None:
-                is_finished = end == "finished" and is_durable
-                yield from noting(errors, partial(self._tiered.close, finished=is_finished))
+                yield from noting(errors, partial(self._tiered.close, clear=is_durable))
             self._is_over = True
             if self._keeper is not None:
                 yield from noting(errors, partial(self._keeper.close, "failed" if interrupt else end))
@@ -100,7 +99,7 @@ class RunLife:
         if errors:
             raise errors[0]
 
-    def _drained(self, end: End, interrupt: KeyboardInterrupt | None) -> Body[bool]:
+    def _drained(self, end: End, interrupt: KeyboardInterrupt | None, errors: list[Exception]) -> Body[bool]:
         """Wait until agents have made all durable that shall be, if the run ends well; return whether they have.
 
         A Ctrl-C leaves it to them.
@@ -108,9 +107,12 @@ class RunLife:
         if self._tiered is None or end == "failed" or interrupt is not None:
             return False
         try:
-            return bool((yield partial(self._saves.drained, self._tiered.want, self._patience)))
+            return bool((yield partial(self._saves.drained, self._tiered, self._patience)))
         except KeyboardInterrupt:
             log.warning("interrupted; agents go on with steps %s", sorted(self._saves.draining))
+            return False
+        except StorageError as error:
+            errors.append(error)
             return False
 
     def _leave(self, error: BaseException | None, again: str) -> Body[None]:

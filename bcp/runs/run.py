@@ -332,6 +332,8 @@ class Run(ResumableRun):
     def should_stop(self, step: int) -> bool:
         """Return whether training ends after this step, on all ranks alike; then its checkpoint is durable.
 
+        With ``tiers`` it is in the memory of the hosts then, and :meth:`close` waits until agents have made it durable.
+
         It costs less than a microsecond until a rank is asked to stop. The answer for a step never changes: a signal
         that comes after it was given ends training at a later step. ``standby_steps`` covers the time until then.
         Nothing is saved if no step was made yet.

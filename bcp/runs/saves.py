@@ -19,13 +19,13 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 
 from bcp._calls import SaveCall
 from bcp._log import log
-from bcp.errors import ExistsError, InputError, PeerError, RunTakenError
+from bcp.errors import ExistsError, InputError, PeerError, RunTakenError, StorageError
 from bcp.events import SaveResult
 from bcp.options import Graph, SaveOptions
 from bcp.pipeline import Stage
@@ -42,6 +42,9 @@ T = TypeVar("T")
 OnCommit = Callable[[int, SaveResult], object]
 OnFailure = Callable[[int, BaseException], object]
 
+ALONE_SECONDS = 30.0
+"""How long the end of a run waits for an agent where there is none."""
+
 TELL_SECONDS = 10.0
 """Between two lines about a save that the end of a run waits for."""
 
@@ -52,6 +55,19 @@ def nothing(_step: int, _outcome: object) -> None:
 
 _telling: ContextVar[tuple[Saves, ...]] = ContextVar("bcp callbacks around", default=())
 """Those whose callbacks this code is called by."""
+
+
+class Draining(Protocol):
+    """A memory tier, as the end of a run sees it. All methods are called in a thread."""
+
+    def want(self, operation: str) -> None:
+        """Let a snapshot become durable that was to stay in memory."""
+
+    def is_served(self) -> bool:
+        """Whether an agent serves this host."""
+
+    def no_agent(self) -> str:
+        """Say what to do if none does."""
 
 
 class Saves:
@@ -223,21 +239,25 @@ class Saves:
         if self._newest is not None:
             await self._newest.settled()
 
-    async def drained(self, want: Callable[[str], None], patience: float) -> bool:
+    async def drained(self, tiered: Draining, patience: float) -> bool:
         """Wait until agents have made all snapshots durable that shall be, and the newest one, too.
 
         Args:
-            want: lets a snapshot become durable that was to stay in memory, by its operation; called in a thread.
+            tiered: of the run.
             patience: how many seconds to wait.
 
         Returns:
             Whether all have ended.
 
+        Raises:
+            StorageError: no agent serves this host.
+
         """
         self.forget_adopted()
+        alone = 0.0
         if self._staying is not None:
             step, operation, drained = self._staying
-            await in_thread(want, operation)
+            await in_thread(tiered.want, operation)
             self._draining[step] = _bridge.start(lambda _: drained(), name=f"upload of step {step}", daemon=True)
         while left := sorted(self.draining):
             names = ", ".join(map(str, left))
@@ -245,6 +265,9 @@ class Saves:
                 await self._draining[left[0]].ended()
                 continue
             patience -= TELL_SECONDS
+            alone = 0.0 if await in_thread(tiered.is_served) else alone + TELL_SECONDS
+            if alone >= ALONE_SECONDS:
+                raise StorageError(f"steps {names} are not durable, and the run ends: {tiered.no_agent()}")
             if patience <= 0:
                 self._warn("agents go on with steps %s, which are safe in the memory of their hosts", names)
                 return False

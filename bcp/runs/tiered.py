@@ -26,7 +26,7 @@ from bcp.planners import Framework
 from bcp.policies.save import Moment, SavePolicy, as_save_policy, divided
 from bcp.protocols import Coordinator, States
 from bcp.runtime.threads import in_thread
-from bcp.tiers.folder import GONE, Mark, NodeFolder
+from bcp.tiers.folder import GONE, LEFT, Mark, NodeFolder
 from bcp.tiers.memory import TierMemory
 from bcp.tiers.options import Tiers
 from bcp.tiers.recovery import Found, find_whole
@@ -61,7 +61,7 @@ class Tiered:
         """Remember the arguments; nothing is opened yet."""
         self._tiers, self._url, self._options, self.policy = tiers, url, options, policy
         self._memory: TierMemory | None = None
-        self._has_told = False
+        self._has_told, self._listen = False, ""
         self.found: Found | None = None
 
     # -- the way back ------------------------------------------------------------------------------
@@ -129,16 +129,21 @@ class Tiered:
         """Open the memory of this host, and see that an agent serves it. Blocks."""
         if self._memory is None:
             folder = NodeFolder(self._tiers.root(self._url))
-            memory = TierMemory(folder, rank)
+            self._memory = TierMemory(folder, rank, self._url)
+            self._listen = self._tiers.listen or _address(world_size)
             try:
                 if self._tiers.agent == "spawn":
-                    listen = self._tiers.listen or _address(world_size)
-                    start_agent(folder, self._url, self._node, listen, self._options.storage_options, self._tiers.pace)
+                    self._start_agent()
             except BaseException:
-                memory.close()
+                self._memory.close()
+                self._memory = None
                 raise
-            self._memory = memory
         return self._memory.folder
+
+    def _start_agent(self) -> None:
+        """Start the agent of this host, unless there is one. Blocks."""
+        folder, options = self._joined.folder, self._options.storage_options
+        start_agent(folder, self._url, self._node, self._listen, options, self._tiers.pace)
 
     @property
     def _node(self) -> str:
@@ -189,28 +194,44 @@ class Tiered:
             await anyio.sleep(LOOK_SECONDS)
             if await in_thread(folder.is_served):
                 alone_since = time.monotonic()
-            elif time.monotonic() - alone_since > ALONE_SECONDS and not self._has_told:
-                self._has_told = True
-                log.warning(
-                    "no agent serves this host, so that snapshots stay in its memory: start one, as in "
-                    f"python -m bcp.agent {folder.root} {shown(self._url)}",
-                    step=aim.step,
-                )
+            elif time.monotonic() - alone_since > ALONE_SECONDS:
+                alone_since = time.monotonic()
+                await self._revive(aim.step)
         if outcome != COMMITTED:
             raise StorageError(_never(aim.step, outcome))
         return replace(kept, path=f"{self._url}/{aim.place}", seconds=time.monotonic() - began)
 
-    async def close(self, *, finished: bool) -> None:
-        """Let go of the memory. Snapshots stay there for the job's next life, unless it has ended well.
+    async def _revive(self, step: int) -> None:
+        """Start an agent, where there is none any more; or say that somebody has to."""
+        if self._tiers.agent == "spawn":
+            log.warning("the agent of this host has gone; another one is started", step=step)
+            await in_thread(self._start_agent)
+        elif not self._has_told:
+            self._has_told = True
+            log.warning(self.no_agent(), step=step)
+
+    def no_agent(self) -> str:
+        """Say that nobody makes the snapshots of this host durable."""
+        return (
+            "no agent serves this host, so that snapshots stay in its memory: start one, as in "
+            f"python -m bcp.agent {self._tiers.root(self._url)} {shown(self._url)}"
+        )
+
+    def is_served(self) -> bool:
+        """Whether an agent serves this host. Blocks."""
+        return self._joined.folder.is_served()
+
+    async def close(self, *, clear: bool) -> None:
+        """Let go of the memory. Snapshots stay there for the job's next life, unless they are durable.
 
         Args:
-            finished: the run has ended well, and all of its snapshots have ended.
+            clear: the run has ended well, and all of its snapshots have ended.
 
         """
         await self.forget_found()
         memory, self._memory = self._memory, None
         if memory is not None:
-            await in_thread(partial(memory.close, clear=finished))
+            await in_thread(partial(memory.close, clear=clear))
 
 
 def tiered(
@@ -257,6 +278,8 @@ def _never(step: int, outcome: str) -> str:
             f"the snapshot of step {step} has not become durable: newer ones came before storage had it. Let fewer "
             "saves be durable, or make storage faster"
         )
+    if outcome == LEFT:
+        return f"the snapshot of step {step} does not become durable: a later life of the job has not gone on from it"
     return f"the snapshot of step {step} does not become durable: {outcome}. The log of the agent has more"
 
 

@@ -17,7 +17,7 @@ import secrets
 import stat
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,8 @@ NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
 SERVED, STARTING, TOKEN, ADDRESS = "served", "starting", "token", "address"
 PRIVATE = 0o700
 
-COPIES, COPIED, SOURCES, PORT = "copies", "copied", "sources", "port"
+COPIES, COPIED, SOURCES, PORT, RUN = "copies", "copied", "sources", "port", "run"
+FINISHED = "finished"
 
 GONE = "GONE"
 """Of a snapshot whose memory newer ones have, before it was durable."""
@@ -153,6 +154,67 @@ class NodeFolder:
     def __repr__(self) -> str:
         return f"NodeFolder({str(self.root)!r})"
 
+    def belong(self, url: str) -> None:
+        """Be the memory of one run, with this path or URL; inside of :meth:`arranging`.
+
+        What another run has left goes if all of it has ended.
+
+        Raises:
+            InputError: the directory is another run's, which lives or has snapshots that are not durable.
+
+        """
+        other = self._small(RUN).decode(errors="replace")
+        if other and other != url:
+            held = sorted({mark.operation for mark in self.marks()} - self.ended().keys())
+            if held or self._members():
+                what = "has ranks here" if self._members() else f"has {len(held)} snapshots here that are not durable"
+                raise InputError(
+                    f"{self.root} is the memory of the run at {other}, which {what}, and this is the run at {url}: "
+                    "pass another folder. If that run is given up, remove the directory"
+                )
+            self.clear()
+            for path in (self.root / ENDED).iterdir():
+                path.unlink(missing_ok=True)
+        with told(self.root / RUN):
+            _write(self.root / RUN, url.encode(errors="surrogateescape"))
+
+    def begin(self) -> None:
+        """Note that a life of the job has begun."""
+        with told(self.root):
+            (self.root / FINISHED).unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Note that the run has ended well and that its newest snapshot is durable: the agent gives back what is left.
+
+        No other host is copied any more.
+        """
+        self.put_sources(Sources((), ()))
+        for operation in {mark.operation for mark in self.marks()} - self.ended().keys():
+            self.end(operation, LEFT)
+        with told(self.root):
+            (self.root / FINISHED).touch(0o600)
+
+    def is_finished(self) -> bool:
+        """Whether the run has ended well since a life of it began."""
+        return (self.root / FINISHED).exists()
+
+    def clear(self, ranks: Container[int] | None = None) -> None:
+        """Give back the memory of some ranks, or of all, but for files that somebody reads."""
+        with told(self.root):
+            copies = self.copies()
+            for mark, paths in self.data_files().items():
+                if (ranks is None or mark.rank in ranks) and self.take(mark):
+                    for path in paths:
+                        path.unlink(missing_ok=True)
+                    if mark in copies:
+                        self.forget_copy(mark)
+
+    def check_run(self, url: str) -> None:
+        """Raise InputError if this is the memory of another run."""
+        other = self._small(RUN).decode(errors="replace")
+        if other and other != url:
+            raise InputError(f"{self.root} is the memory of the run at {other}: pass its agent that place, not {url}")
+
     # -- the writer --------------------------------------------------------------------------------
 
     def put_layout(self, layout: bytes) -> bytes:
@@ -192,9 +254,20 @@ class NodeFolder:
                 (self.root / receipt_key(mark.rank, mark.operation)).unlink(missing_ok=True)
             return True
 
+    def leave_serving(self, fd: int) -> bool:
+        """Stop being the agent, unless a rank lives here; return whether it has stopped.
+
+        A rank that joins behind this finds no agent, and starts one.
+        """
+        with self.arranging():
+            if self._members():
+                return False
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            return True
+
     @contextmanager
-    def serving(self) -> Iterator[bool]:
-        """Be the one agent of this host; False if there is one already.
+    def serving(self) -> Iterator[int | None]:
+        """Be the one agent of this host; None if there is one already. The number is for :meth:`leave_serving`.
 
         Those who ask whether there is one hold the lock for a moment, so it is tried several times.
         """
@@ -205,7 +278,7 @@ class NodeFolder:
                     break
                 time.sleep(PAUSE_SECONDS)
                 is_first = _locked(fd, fcntl.LOCK_EX)
-            yield is_first
+            yield fd if is_first else None
 
     def is_served(self) -> bool:
         """Whether an agent serves this host."""
@@ -246,8 +319,11 @@ class NodeFolder:
     def members(self) -> list[int]:
         """Return the ranks of this host whose processes live, in order."""
         with self.arranging():
-            names = sorted(path.name for path in (self.root / MEMBERS).iterdir())
-            return [int(name) for name in names if name.isdecimal() and self.is_member(int(name))]
+            return self._members()
+
+    def _members(self) -> list[int]:
+        names = sorted(path.name for path in (self.root / MEMBERS).iterdir())
+        return [int(name) for name in names if name.isdecimal() and self.is_member(int(name))]
 
     def is_member(self, rank: int) -> bool:
         """Whether a living process of this host is that rank; inside of :meth:`arranging`."""

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from bcp._messages.tiers import Sources
 from bcp.backends.files import fallocate
 from bcp.errors import StorageError
 from bcp.runtime.staging import map_file
@@ -48,16 +47,24 @@ class TierMemory:
         layout: digest of the layout of the last save; empty before the first.
     """
 
-    def __init__(self, folder: NodeFolder, rank: int) -> None:
+    def __init__(self, folder: NodeFolder, rank: int, url: str = "") -> None:
         """Become this rank in the folder, until :meth:`close`.
 
+        Args:
+            folder: of the host.
+            rank: this rank.
+            url: of the run; empty if the folder is asked nothing.
+
         Raises:
-            InputError: another process of this host is the same rank there.
+            InputError: another process of this host is the same rank there, or the folder is another run's.
 
         """
         self.folder, self.rank = folder, rank
         with folder.arranging():
+            if url:
+                folder.belong(url)
             self._member = folder.join(rank)
+            folder.begin()
         self.copies = 0
         self.live: frozenset[str] = frozenset()
         self.promised = ""
@@ -77,18 +84,12 @@ class TierMemory:
 
         """
         if clear:
-            with told(self.folder.root), self.folder.arranging():
-                self._clear()
+            with self.folder.arranging():
+                self.folder.finish()
+                gone = {mark.rank for mark in self.folder.data_files() if not self.folder.is_member(mark.rank)}
+                self.folder.clear({self.rank, *gone})
         self._member.close()
         self._open, self._mapped = {}, {}
-
-    def _clear(self) -> None:
-        """Remove the files of this rank, and of ranks without a process, that nobody reads; copy no more."""
-        self.folder.put_sources(Sources((), ()))
-        for mark, paths in self.folder.data_files().items():
-            if (mark.rank == self.rank or not self.folder.is_member(mark.rank)) and self.folder.take(mark):
-                for path in paths:
-                    path.unlink(missing_ok=True)
 
     def is_copied(self) -> bool:
         """Whether other hosts have all files of this one that were to be copied last. Blocks."""

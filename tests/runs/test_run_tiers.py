@@ -17,6 +17,7 @@ from bcp import policies
 from bcp.errors import InputError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_metadata
 from bcp.tiers.folder import NodeFolder
+from bcp.tiers.memory import TierMemory
 
 
 class Training:
@@ -310,3 +311,61 @@ def test_a_full_memory_is_an_error_that_may_be_tolerated(place: Place, monkeypat
         run.close()
     assert [step for step, _ in place.failures] == [2]
     assert place.committed() == [1, 3]
+
+
+def test_a_folder_of_another_run_is_refused_until_all_of_it_has_ended(place: Place, tmp_path: Path) -> None:
+    """Its snapshots would be resumed from otherwise, or lost."""
+    place.die(place.train(1, 2, durable=1000))
+    other = Place(tmp_path / "other")
+    other.memory = place.memory
+    with pytest.raises(
+        InputError, match=r"is the memory of the run at .*/run, which has 2 snapshots here that are not"
+    ):
+        other.resumed()
+    with agent(place.memory, place.store):
+        until(lambda: place.committed() == [2], "its agent makes the newest one durable")
+        until(lambda: [*NodeFolder(place.memory).ended().values()].count("COMMITTED"), "and notes it")
+    NodeFolder(place.memory).end(min(mark.operation for mark in NodeFolder(place.memory).marks()), "COMMITTED")
+    for mark in NodeFolder(place.memory).marks():
+        NodeFolder(place.memory).end(mark.operation, "COMMITTED")
+    step, run = other.resumed()
+    assert step == 0
+    assert not NodeFolder(place.memory).data_files()
+    other.die(run)
+    with pytest.raises(InputError, match="pass its agent that place"):
+        NodeFolder(place.memory).check_run(str(place.store))
+
+
+def test_a_run_whose_agent_is_missing_does_not_end_well(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bcp.runs.saves.TELL_SECONDS", 0.05)
+    monkeypatch.setattr("bcp.runs.saves.ALONE_SECONDS", 0.1)
+    run = place.train(1, 2)
+    with pytest.raises(StorageError, match=r"steps 1, 2 are not durable.*start one, as in python -m bcp.agent"):
+        run.close()
+    assert place.resumed()[0] == 2
+
+
+def test_a_run_that_waits_too_long_leaves_the_rest_to_its_agent(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bcp.runs.saves.TELL_SECONDS", 0.05)
+    run = place.train(1, 2, save_options=bcp.SaveOptions(timeout=0.1))
+    with NodeFolder(place.memory).serving() as lock:  # an agent that does nothing
+        assert lock is not None
+        run.close()
+    assert "agents go on with steps 1, 2" in caplog.text
+    assert place.resumed()[0] == 2
+
+
+def test_a_rank_that_joins_at_the_end_of_an_agent_keeps_it(tmp_path: Path) -> None:
+    folder = NodeFolder(tmp_path / "memory")
+    with folder.serving() as lock:
+        assert lock is not None
+        memory = TierMemory(folder, 0)
+        assert not folder.leave_serving(lock)
+        assert folder.is_served()
+        memory.close()
+        assert folder.leave_serving(lock)
+        assert not folder.is_served()
+        with folder.serving() as other:
+            assert other is not None

@@ -24,8 +24,8 @@ def agent(root: Path, durable: Path, node: str = "n0") -> Iterator[Agent]:
     folder = NodeFolder(root)
     name = sha256(node.encode()).hexdigest()[:16]
     made = Agent(folder, str(durable), name, poll_seconds=0.02, patience_seconds=0.5)
-    with folder.serving() as is_first, serving(folder, "127.0.0.1"):
-        assert is_first
+    with folder.serving() as lock, serving(folder, "127.0.0.1"):
+        assert lock is not None
         background = bridge.start(lambda _: made.run(), name="an agent", daemon=True)
         try:
             yield made

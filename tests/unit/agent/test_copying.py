@@ -218,17 +218,18 @@ def test_copies_alone_wait_for_their_host(two: Two) -> None:
 
 
 def test_a_run_that_has_ended_well_leaves_no_copies(two: Two) -> None:
-    operation = two.keep(1)
+    """An agent that ends gives everything back then, and only then."""
+    two.keep(1)
     assert two.fetch()
-    two.copier.clear()
+    agent = Agent(two.folder, str(two.root / "store"), "n1", patience_seconds=0.0, poll_seconds=0.01)
+    asyncio.run(agent.run())
     assert two.copied() == [1], "the job may come back"
-    two.folder.put_sources(Sources((), ()))
-    two.copier.clear()
-    assert two.copied() == [1], "own snapshots are there"
-    assert two.folder.take(Mark(operation, 1))
-    two.copier.clear()
+    two.folder.finish()
+    asyncio.run(agent.run())
     assert not two.folder.copies()
-    assert not two.inodes()
+    assert not two.folder.data_files()
+    two.folder.begin()
+    assert not two.folder.is_finished()
 
 
 def test_an_agent_that_starts_again_serves_at_the_port_that_others_know(two: Two) -> None:
