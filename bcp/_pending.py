@@ -109,7 +109,8 @@ class Pending(Generic[T]):
         files then stay until the next save to the path, because they may belong to a checkpoint. A save that was
         :meth:`released` goes on in the hands of agents.
         """
-        self._background.cancel()
+        if not self._background.handed_over:
+            self._background.cancel()
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._result().__await__()

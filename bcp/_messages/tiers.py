@@ -48,6 +48,7 @@ class Intent(Message, frozen=True):
     part_bytes: Count
     layout: Digest  # of the encoded layout, which lies in the folder once
     receipt: bytes  # the rank's receipt with zeros for digests, encoded
+    branch: str = ""  # of the run, see its ledger
     copied: bool = False  # whether other hosts shall have copies of it
     durable: bool = True  # whether it shall go to durable storage while the job lives
     replaces: str = ""  # operation of the checkpoint at its place that it may replace; empty: there must be none
@@ -86,6 +87,7 @@ class HeldRanks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     step: Count
     world_size: Count
     ranks: bytes  # int32[n]
+    branch: str = ""  # of the run
 
     def __post_init__(self) -> None:
         expect(
@@ -195,6 +197,8 @@ class Settled(Message, frozen=True):
     """All snapshots but the one that the job goes on from are given up."""
 
     durable: bool  # whether storage has the checkpoint of that one
+    branch: str  # of the run from now on
+    folders: tuple[str, ...]  # of the run's steps, as they are listed now
 
 
 class Drained(Message, frozen=True):

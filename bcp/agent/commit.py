@@ -7,7 +7,7 @@ its host comes back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from bcp._deletion import Committed, delete_unnamed, read_committed, swept
@@ -17,7 +17,7 @@ from bcp._written import check_written, decode_written
 from bcp.backends.small import get_small
 from bcp.format.metadata import METADATA_KEY, encode_metadata, operation_of
 from bcp.protocols import Backend, ObjectInfo
-from bcp.runtime.threads import in_thread_gc_paused
+from bcp.runtime.threads import in_thread, in_thread_gc_paused
 from bcp.tiers.intent import commit_of
 from bcp.tiers.records import forget_records, records_of
 
@@ -33,7 +33,9 @@ class Outcome(Enum):
     GONE = "its files in memory have made room for newer ones"
 
 
-async def commit(store: Backend, path: str, intent: Intent, layout: bytes) -> Outcome:
+async def commit(
+    store: Backend, path: str, intent: Intent, layout: bytes, is_left: Callable[[], bool] = bool
+) -> Outcome:
     """Commit a save if the files of all of its ranks are in storage.
 
     Args:
@@ -41,6 +43,7 @@ async def commit(store: Backend, path: str, intent: Intent, layout: bytes) -> Ou
         path: of the checkpoint, for messages.
         intent: of any rank.
         layout: the encoded layout that the intent names.
+        is_left: whether the save was given up meanwhile; asked in a thread.
 
     Raises:
         StorageError: storage failed, or files are not there any more. The save may be committed; call again.
@@ -59,6 +62,8 @@ async def commit(store: Backend, path: str, intent: Intent, layout: bytes) -> Ou
     listed = await store.list()
     await check_written(store, path, written, listed, intent.operation, encoded=False)
     data = encode_metadata(layout, commit_of(intent, b"".join(each.digest for each in written)))
+    if await in_thread(is_left):
+        return Outcome.GONE
     if await store.put_if(METADATA_KEY, data, version) is None:
         return Outcome.WAITING  # somebody else was quicker: the next call finds out who
     with swept(path, intent.operation):

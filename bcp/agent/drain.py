@@ -47,18 +47,26 @@ async def drain(
     """
     key, ranks = record_key(node, held[0].blank.operation), tuple(each.blank.rank for each in held)
     with suppress(FileNotFoundError, MessageError):
-        if Drained.decode(bytes(await get_small(store, key))).ranks == ranks:
+        drained = Drained.decode(bytes(await get_small(store, key)))
+        if drained.ranks == ranks and await _are_there(store, [each.blank for each in held]):
             return
     written = [await _drain_rank(files, each.blank, store) for each in held]
     if not await in_thread(is_left):
         await store.put(key, Drained(ranks, tuple(written)).encode())
 
 
+async def _are_there(store: Backend, blanks: Sequence[Receipt]) -> bool:
+    """Whether storage lists all files of these ranks: somebody may have deleted some behind the record."""
+    listed = {info.key for info in await store.list()}
+    keys = {key_of(blank, file) for blank in blanks for file in blank.files}
+    return keys | {receipt_key(blank.rank, blank.operation) for blank in blanks} <= listed
+
+
 async def _drain_rank(files: Backend, blank: Receipt, store: Backend) -> bytes:
     """Send the files of one rank, and last their receipt; return what the rank would tell rank 0."""
     data = await digested(files, blank)
     receipt = decode_receipt(data, receipt_key(blank.rank, blank.operation))
-    if not await _is_there(store, blank, data):
+    if not (await _is_there(store, blank, data) and await _are_there(store, [blank])):
         for file in receipt.files:
             await _send(files, blank, file, store)
         await store.put(receipt_key(blank.rank, blank.operation), data)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from bcp.agent.commit import Outcome, commit
 from bcp.agent.drain import drain
 from bcp.protocols import Backend
-from bcp.tiers.folder import Mark, NodeFolder
+from bcp.tiers.folder import LEFT, Mark, NodeFolder
 
 __all__ = ["advance"]
 
@@ -35,10 +35,12 @@ async def advance(folder: NodeFolder, marks: Sequence[Mark], store: Backend, pat
             return Outcome.GONE
         intent = held[0].intent
         layout = folder.layout(intent.layout)
-        outcome = await commit(store, path, intent, layout)
+
+        def is_left() -> bool:
+            return folder.ended().get(intent.operation) == LEFT  # by a new life of the job
+
+        outcome = await commit(store, path, intent, layout, is_left)
         if outcome is Outcome.WAITING:
-            await drain(folder.files, held, store, node, lambda: intent.operation in folder.ended())
-            if intent.operation in folder.ended():  # a new life of the job has left it behind
-                return Outcome.GONE
-            outcome = await commit(store, path, intent, layout)
+            await drain(folder.files, held, store, node, is_left)
+            outcome = Outcome.GONE if is_left() else await commit(store, path, intent, layout, is_left)
         return outcome

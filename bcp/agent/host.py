@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import anyio
 from bcp.agent.loop import Agent
 from bcp.agent.serve import serving
 from bcp.backends.local import absolute
-from bcp.errors import InputError
+from bcp.errors import InputError, StorageError
 from bcp.tiers.folder import NodeFolder
 
 __all__ = ["ALREADY_SERVED", "serve"]
@@ -41,6 +42,17 @@ def _options(path: Path | None) -> Mapping[str, Any] | None:
     if not isinstance(options, dict):
         raise InputError(f"--storage-options {path} has a {type(options).__name__}; write an object, as {{}}")
     return options
+
+
+@contextmanager
+def _listening(folder: NodeFolder, listen: str) -> Iterator[None]:
+    """Serve other hosts. Raises InputError if the address cannot be used: a new start would find the same."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(serving(folder, listen))
+        except StorageError as error:
+            raise InputError(f"--listen {listen}: {error}") from error
+        yield
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -74,7 +86,7 @@ def _serve(arguments: argparse.Namespace, folder: NodeFolder) -> int:
             linger_seconds=arguments.linger,
         )
         while True:
-            with serving(folder, arguments.listen):
+            with _listening(folder, arguments.listen):
                 anyio.run(agent.run)
             if folder.leave_serving(lock):
                 return 0

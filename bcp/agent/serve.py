@@ -44,7 +44,9 @@ def serving(folder: NodeFolder, listen: str) -> Iterator[None]:
     if not listen:
         yield
         return
-    host, _, port = listen.rpartition(":") if listen.rpartition(":")[2].isdecimal() else (listen, "", "0")
+    host, _, port = listen.rpartition(":")
+    if not port.isdecimal() or (":" in host and not host.endswith("]")):  # an address of IPv6 alone has no port
+        host, port = listen, "0"
     with _server(folder, host.strip("[]"), int(port)) as server:
         shown = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
         folder.put_port(server.address[1])

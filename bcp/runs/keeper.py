@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -196,6 +197,9 @@ class Keeper:
             await self._folder.change(lambda ledger: ledger.staying(resumed.step, self._clock.now()))
         elif goal.trust == "verified" and not goal.fresh:
             self._untouched = self._there
+        if goal.step is not None or goal.fresh:
+            token = secrets.token_hex(4)
+            await self._folder.change(lambda ledger: replace(ledger, branch=token))
         if goal.step is not None or goal.fresh or self._roles is not None:
             self._left_behind = {newer for newer in self._there if newer > resumed.step}
             self._went_back = f"the run went back to step {resumed.step}" if resumed.name else "the run began anew"
@@ -390,6 +394,32 @@ class Keeper:
                 await self._folder.end_uploads(name, operation)
         except StorageError as error:
             log.warning("uploads that are given up may still be committed, for storage failed: %s", error)
+
+    async def branch(self) -> str | None:
+        """Return the branch of the run as storage has it: snapshots in memory of another one count for nothing.
+
+        None if there is no ledger that can be read.
+
+        Raises:
+            FormatVersionError: a newer bcp has written the ledger.
+            StorageError: storage failed.
+
+        """
+        ledger = self._folder.ledger or await self._folder.peek()
+        return None if ledger is None else f"{ledger.run_id}/{ledger.branch}"
+
+    async def listed_again(self, step: int) -> Sequence[str]:
+        """List the folders of all steps once more: an agent may have committed meanwhile.
+
+        Args:
+            step: that the run has come back from.
+
+        """
+        await self._folder.steps()
+        listed = self._folder.listed.folders
+        if self._went_back:
+            self._left_behind |= {newer for newer in listed if newer > step}
+        return [name for each in listed for name in self._folder.names_of(each)]
 
     async def uploaded(self, name: str, operation: str) -> bool:
         """Wait until agents have committed a save, however long that takes; False if another one is in its place."""

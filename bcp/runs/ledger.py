@@ -87,6 +87,7 @@ class Ledger:
         removing: deletions that have begun. Their checkpoints are no entries any more.
         lives: the last 100 lives of the job, the oldest first.
         total_lives: how many there were.
+        branch: another one each time that the run goes back. Snapshots in memory of another branch count for nothing.
         failures: how many lives were killed or ended with an error.
         observed_hours: how long all lives are known to have run, together.
 
@@ -106,6 +107,7 @@ class Ledger:
     removing: tuple[Removal, ...] = ()
     lives: tuple[Life, ...] = ()
     total_lives: int = 0
+    branch: str = ""
     failures: int = 0
     observed_hours: float = 0.0
 
@@ -279,7 +281,7 @@ class Ledger:
             InputError: there are more than 16 MiB.
 
         """
-        fields = {
+        fields: dict[str, object] = {
             "version": self.version,
             "run_id": self.run_id,
             "owner": self.owner,
@@ -290,6 +292,8 @@ class Ledger:
             "checkpoints": [_fields(entry) for entry in self.entries],
             "removing": [_removal_fields(removal) for removal in self.removing],
         }
+        if self.branch:
+            fields["branch"] = self.branch
         data = json.dumps(fields, indent=1, allow_nan=False).encode() + b"\n"
         if len(data) > MOST_BYTES:
             raise InputError(
@@ -339,6 +343,7 @@ class Ledger:
             removing=removing,
             lives=lives[-KEPT_LIVES:],
             total_lives=max(fields.integer("total_lives", 0), len(lives)),
+            branch=fields.text("branch") if "branch" in fields.values else "",
             failures=fields.integer("failures", 0),
             observed_hours=fields.number("observed_hours", 0.0),
         )

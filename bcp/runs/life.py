@@ -11,7 +11,7 @@ from typing import Self
 from bcp._log import log
 from bcp.backends import resolve, shown
 from bcp.coordinators import coordinator as coordinator_for
-from bcp.errors import InputError, StorageError
+from bcp.errors import InputError
 from bcp.options import SaveOptions
 from bcp.protocols import Coordinator
 from bcp.runs.calls import Body, adrive, drive, noting
@@ -80,7 +80,9 @@ class RunLife:
         try:
             drop_standby = partial(noting, errors, self._saver.drop_standby)
             interrupt = yield from await_save(self._saves, drop_standby, again)
-            is_durable = yield from self._drained(end, interrupt, errors)
+            is_durable = False
+            if end != "failed" and interrupt is None:
+                is_durable, interrupt = yield from self._drained(errors)
             for part in (self._saves.kept, self._schedule.ended):
                 yield from noting(errors, part)
             if self._tiered is not None:
@@ -90,30 +92,36 @@ class RunLife:
                 yield from noting(errors, partial(self._keeper.close, "failed" if interrupt else end))
         finally:
             self._is_over = True
+            self._saves.drains.stop()
             if self._meetings is not None:
                 self._meetings.close()
             self._preemption.close()
         if interrupt is not None:
             raise interrupt
         self._saves.raise_failure(last=True)
+        self._saves.drains.raise_failure()
         if errors:
             raise errors[0]
 
-    def _drained(self, end: End, interrupt: KeyboardInterrupt | None, errors: list[Exception]) -> Body[bool]:
-        """Wait until agents have made all durable that shall be, if the run ends well; return whether they have.
+    def _drained(self, errors: list[Exception]) -> Body[tuple[bool, KeyboardInterrupt | None]]:
+        """Wait until agents have made the newest snapshot durable. A Ctrl-C leaves that to them.
 
-        A Ctrl-C leaves it to them.
+        Returns:
+            Whether it is durable, and the interrupt for the caller to raise.
+
         """
-        if self._tiered is None or end == "failed" or interrupt is not None:
-            return False
+        tiered, drains = self._tiered, self._saves.drains
+        if tiered is None:
+            return False, None
         try:
-            return bool((yield partial(self._saves.drained, self._tiered, self._patience)))
-        except KeyboardInterrupt:
-            log.warning("interrupted; agents go on with steps %s", sorted(self._saves.draining))
-            return False
-        except StorageError as error:
+            yield partial(drains.promote, tiered)
+            return bool((yield partial(drains.ended, tiered, self._patience, self._saves.warn))), None
+        except KeyboardInterrupt as error:
+            log.warning("interrupted; agents go on with steps %s", sorted(drains.steps))
+            return False, error
+        except Exception as error:  # noqa: BLE001 -- the caller raises it
             errors.append(error)
-            return False
+            return False, None
 
     def _leave(self, error: BaseException | None, again: str) -> Body[None]:
         is_interrupt = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)

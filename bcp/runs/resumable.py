@@ -194,6 +194,14 @@ class ResumableRun(MarkedRun):
 
     def _resume(self, trust: Trust, step: int | None, *, fresh: bool) -> Body[int]:
         self._refuse_if_resumed("resume")
+        try:
+            return (yield from self._resumed(trust, step, fresh=fresh))
+        except BaseException:
+            if self._tiered is not None:
+                yield partial(self._tiered.close, clear=False)  # another run of this process may try it again
+            raise
+
+    def _resumed(self, trust: Trust, step: int | None, *, fresh: bool) -> Body[int]:
         goal, began = _goal(trust, step, fresh=fresh), time.monotonic()
         chosen = None if fresh else self._chosen
         check_lazy(self._save_options, self._given_states)
@@ -208,11 +216,12 @@ class ResumableRun(MarkedRun):
                 )
             goal = chosen.goal
             self.resumed = yield from self._load_chosen(chosen)
+        if self._keeper is not None:
+            yield partial(self._keeper.resumed, self.resumed, goal)
         self.resumed = yield from self._settled(self.resumed)
         if self._keeper is not None:
             tell = log.warning if self.resumed.passed_over else log.info
             tell("run at %s: %s", shown(self._url), self.resumed)
-            yield partial(self._keeper.resumed, self.resumed, goal)
         self._saver.resumed(self.resumed)
         self._begin_life(place, began)
         return self.resumed.step
@@ -224,19 +233,21 @@ class ResumableRun(MarkedRun):
             return resumed
         found = tiers.found if resumed.name.startswith(MEMORY) else None
 
-        def has_commit() -> bool:
-            return found is not None and keeper is not None and keeper.has(found.step)
+        async def ended(uploads: Collection[tuple[str, str]]) -> Settled:
+            keeper = _of(self._keeper)
+            await keeper.end_uploads(uploads)
+            folders, branch = await keeper.listed_again(resumed.step), await keeper.branch()
+            is_durable = found is not None and keeper.has(found.step)
+            return Settled(is_durable, branch or "", tuple(folders))
 
-        async def forget(uploads: Collection[tuple[str, str]]) -> None:
-            await _of(keeper).end_uploads(uploads)
-
-        settle = partial(tiers.settle, self._ranks, keep=found is not None, has_commit=has_commit, forget=forget)
-        settled: Settled = yield settle
+        settled: Settled = yield partial(tiers.settle, self._ranks, keep=found is not None, ended=ended)
+        resumed = replace(resumed, folders=tuple(dict.fromkeys((*resumed.folders, *settled.folders))))
         if found is None:
             return resumed
         if keeper is not None and not settled.durable:
             self._saver.metrics[found.step] = found.metrics
-            self._saves.adopt(found.step, partial(keeper.uploaded, found.place, found.operation))
+            uploaded = partial(keeper.uploaded, found.place, found.operation)
+            self._saves.drains.adopt(found.step, uploaded, self._saves.begin_keeping)
         return replace(resumed, name=found.place, hosts=found.hosts)
 
     def _load_chosen(self, chosen: _Chosen) -> Body[Resumed]:
@@ -259,7 +270,7 @@ class ResumableRun(MarkedRun):
         if self._ranks.rank == 0 and self._keeper is None:  # else an earlier call has failed, or chosen
             self._keeper = Keeper(self._folder(), self._keep, self._roles())
         if self._tiered is not None:
-            yield partial(self._tiered.find, self._ranks)
+            yield partial(self._tiered.find, self._ranks, self._branch)
         list_them = partial(self._candidates, goal) if self._keeper else _unasked
         found: Resumed = yield partial(self._tried, list_them, load, exactly=exactly or self._role is not None)
         if self._damaged and not found.name and not goal.fresh:  # as if they had been tried now
@@ -268,6 +279,10 @@ class ResumableRun(MarkedRun):
                 f"itself: repair one, or pass fresh=True to resume(). {found}"
             )
         return found
+
+    async def _branch(self) -> str | None:
+        """Return the branch of the run; asked on rank 0."""
+        return await _of(self._keeper).branch()
 
     async def _candidates(self, goal: Goal) -> Candidates:
         """List the checkpoints to try, on rank 0, and the snapshot in memory before those that are not newer."""

@@ -132,7 +132,9 @@ class Run(ResumableRun):
             check_lazy(self._save_options, states)
         self._tiered = tiered(tiers, durable, self._url, self._save_options, standby_steps=standby_steps, role=role)
         self._preemption = preemption if preemption is not None else Preemption()
-        self._saves = Saves(self._housekeeping, on_commit, on_failure, tolerate, lambda: self._ranks.rank == 0)
+        self._saves = Saves(
+            self._housekeeping, on_commit, on_failure, tolerate, lambda: self._ranks.rank == 0, self._check_owner
+        )
         self._standby = Standby()
         self._clock = Clock()
         self._schedule = Schedule(
@@ -230,7 +232,7 @@ class Run(ResumableRun):
 
         Returns:
             The save, which need not be waited for. None if the step is being saved already, or if the notice of a stop
-            is too short for one more save.
+            is too short for one more save. A snapshot of the step that was to stay in memory becomes durable.
 
         Raises:
             BcpError: the save before this one failed in the background.
@@ -261,8 +263,20 @@ class Run(ResumableRun):
             )
         self._clock.step = step
         if step == self._saves.step:
-            return None
+            background = yield from self._promoted()
+            return None if background is None else Pending(background)
         return (yield from self._begun(step, metrics, stopping=stopping, asked=True))
+
+    def _promoted(self) -> Body[Background[SaveResult] | None]:
+        """Let the newest snapshot become durable if it was to stay in memory. All ranks have begun the same saves."""
+        if self._tiered is None:
+            return None
+        yield self._saves.ended
+        self._saves.raise_failure()
+        staying = self._saves.drains.staying
+        if staying is not None:
+            self._saves.outcomes.begun(staying.step)
+        return (yield partial(self._saves.drains.promote, self._tiered))  # type: ignore[no-any-return]  # of Body
 
     def committed(self) -> Sequence[int]:
         """Return the steps that have become durable since the last call, oldest first; the same on all ranks.
@@ -322,10 +336,14 @@ class Run(ResumableRun):
         metrics = self._saver.metrics.pop(step, {})
         if self._keeper is not None:
             begun = self._saves.step
-            live = {step, *self._saves.draining}
+            live = {step, *self._saves.drains.steps}
             if begun is not None and self._saves.running:
                 live.add(begun)
             await self._keeper.committed(step, metrics, live)
+
+    async def _check_owner(self) -> None:
+        if self._keeper is not None:
+            await self._keeper.check_owner()
 
     # -- stop --------------------------------------------------------------------------------------
 

@@ -86,7 +86,9 @@ class Saver:
         replaces = yield from self._replaced(step, name)
         is_durable = durable or tiered.is_due(step, self._last_durable)
         self._last_durable = step if is_durable else self._last_durable
-        aim = Aim(step, name, is_durable, replaces)
+        awaited = {step, *self._saves.drains.steps}
+        self.metrics = {each: self.metrics[each] for each in self.metrics if each in awaited or each >= step}
+        aim = Aim(step, name, is_durable, replaces, tiered.branch)
         call = tiered.call(aim, self._states.now(), self._framework, self._given, self.metrics.get(step))
         began = time.monotonic()
         return self._saves.begin_kept(step, call, partial(tiered.durable, aim, began), stays=not is_durable)

@@ -14,21 +14,22 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
 from bcp._calls import SaveCall
 from bcp._log import log
-from bcp.errors import ExistsError, InputError, PeerError, RunTakenError, StorageError
+from bcp.errors import ExistsError, InputError, PeerError, RunTakenError
 from bcp.events import SaveResult
 from bcp.options import Graph, SaveOptions
 from bcp.pipeline import Stage
+from bcp.runs.drains import Drains
 from bcp.runs.outcomes import Outcomes
 from bcp.runtime import bridge as _bridge
 from bcp.runtime.bridge import Background
@@ -42,9 +43,6 @@ T = TypeVar("T")
 OnCommit = Callable[[int, SaveResult], object]
 OnFailure = Callable[[int, BaseException], object]
 
-ALONE_SECONDS = 30.0
-"""How long the end of a run waits for an agent where there is none."""
-
 TELL_SECONDS = 10.0
 """Between two lines about a save that the end of a run waits for."""
 
@@ -57,19 +55,6 @@ _telling: ContextVar[tuple[Saves, ...]] = ContextVar("bcp callbacks around", def
 """Those whose callbacks this code is called by."""
 
 
-class Draining(Protocol):
-    """A memory tier, as the end of a run sees it. All methods are called in a thread."""
-
-    def want(self, operation: str) -> None:
-        """Let a snapshot become durable that was to stay in memory."""
-
-    def is_served(self) -> bool:
-        """Whether an agent serves this host."""
-
-    def no_agent(self) -> str:
-        """Say what to do if none does."""
-
-
 class Saves:
     """Begins saves, records their outcome, and does the housekeeping after each commit.
 
@@ -78,6 +63,7 @@ class Saves:
         begun: when it began, in monotonic seconds.
         stall: seconds for which the newest committed save held training back.
         durable: seconds from its call to its commit.
+        drains: the snapshots that agents make durable.
         outcomes: the saves whose outcome the trainer has not asked for.
     """
 
@@ -88,6 +74,7 @@ class Saves:
         on_failure: OnFailure,
         tolerate: int,
         is_first: Callable[[], bool],
+        check_owner: Callable[[], Awaitable[None]],
     ) -> None:
         """Remember the callbacks.
 
@@ -97,17 +84,16 @@ class Saves:
             on_failure: the user's; called in a thread.
             tolerate: so many failed saves in a row are only logged.
             is_first: whether this is rank 0, which warns of common events for all ranks.
+            check_owner: reads whether the job still has the run's folder, behind a snapshot in memory.
 
         """
-        self._is_first = is_first
+        self._is_first, self._check_owner = is_first, check_owner
         self._housekeeping, self._on_commit, self._on_failure = housekeeping, on_commit, on_failure
         self._tolerate, self._failed_in_a_row = tolerate, 0
         self._tolerated: BaseException | None = None
         self._newest: Background[SaveResult] | None = None
         self._keeping: set[Background[None]] = set()
-        self._draining: dict[int, Background[SaveResult]] = {}
-        self._adopted: tuple[int, Background[None]] | None = None
-        self._staying: tuple[int, str, Callable[[], Awaitable[SaveResult]]] | None = None
+        self.drains = Drains(self.committed, self.failed)
         self._order = anyio.Lock()
         self._taken: RunTakenError | None = None
         self.outcomes = Outcomes()
@@ -119,13 +105,6 @@ class Saves:
     def running(self) -> bool:
         """Whether the newest save still needs this process."""
         return self._newest is not None and not self._newest.done() and not self._newest.handed_over
-
-    @property
-    def draining(self) -> Collection[int]:
-        """The steps whose snapshots agents have, and that are not durable yet."""
-        self._draining = {step: save for step, save in self._draining.items() if not save.done()}
-        adopted = () if self._adopted is None or self._adopted[1].done() else (self._adopted[0],)
-        return {*self._draining, *adopted}
 
     def fits(self, deadline: float | None) -> bool:
         """Return whether another save can be durable after the running one before ``deadline``.
@@ -168,29 +147,10 @@ class Saves:
         keep = partial(self._keep_and_drain, step, call, durable, stays)
         save = _bridge.start_handed_over(keep, name=f"save of step {step}")
         save.progress = call.progress
-        self._newest, self._draining[step] = save, save
+        self._newest = save
+        if not stays:
+            self.drains.begin(step, save)
         return save
-
-    def adopt(self, step: int, uploaded: Callable[[], Awaitable[bool]]) -> None:
-        """Do the housekeeping for a snapshot of an earlier life once agents have made it durable.
-
-        Args:
-            step: of the snapshot.
-            uploaded: waits for its end; returns whether it is durable.
-
-        """
-
-        async def wait(_: Callable[[], None]) -> None:
-            if await uploaded():
-                self._begin_keeping(step)
-
-        self._adopted = step, _bridge.start(wait, name=f"upload of step {step} from memory", daemon=True)
-
-    def forget_adopted(self, before: float = math.inf) -> None:
-        """Wait no more for a snapshot of an earlier life, if it is older than a step."""
-        if self._adopted is not None and self._adopted[0] < before:
-            self._adopted[1].cancel()
-            self._adopted = None
 
     def raise_failure(self, *, last: bool = False) -> None:
         """Raise the error of the newest save, once. Errors of a tolerated number of saves in a row are logged.
@@ -209,7 +169,7 @@ class Saves:
             raise tolerated
         if self._newest is None or self.running:
             return
-        if self._newest.handed_over and not (last and self._newest.done()):
+        if self._newest.handed_over:
             self._failed_in_a_row = 0
             return
         error, self._newest = self._newest.exception(), None
@@ -219,13 +179,13 @@ class Saves:
         if last:
             raise error
         if isinstance(error, ExistsError):  # a job that was displaced meanwhile was quicker by some milliseconds
-            self._warn("step %s was saved by another job, and is not saved again: %s", self.step, error)
+            self.warn("step %s was saved by another job, and is not saved again: %s", self.step, error)
             return
         self._failed_in_a_row += 1
         if self._failed_in_a_row > self._tolerate or isinstance(error, InputError):
             raise error
         self._tolerated = error
-        self._warn(
+        self.warn(
             "the save of step %s failed, %d of %d tolerated in a row; training goes on",
             self.step,
             self._failed_in_a_row,
@@ -238,41 +198,6 @@ class Saves:
         """Wait until the newest save needs this process no more, or has failed. An interrupt ends only the waiting."""
         if self._newest is not None:
             await self._newest.settled()
-
-    async def drained(self, tiered: Draining, patience: float) -> bool:
-        """Wait until agents have made all snapshots durable that shall be, and the newest one, too.
-
-        Args:
-            tiered: of the run.
-            patience: how many seconds to wait.
-
-        Returns:
-            Whether all have ended.
-
-        Raises:
-            StorageError: no agent serves this host.
-
-        """
-        self.forget_adopted()
-        alone = 0.0
-        if self._staying is not None:
-            step, operation, drained = self._staying
-            await in_thread(tiered.want, operation)
-            self._draining[step] = _bridge.start(lambda _: drained(), name=f"upload of step {step}", daemon=True)
-        while left := sorted(self.draining):
-            names = ", ".join(map(str, left))
-            with anyio.move_on_after(TELL_SECONDS):
-                await self._draining[left[0]].ended()
-                continue
-            patience -= TELL_SECONDS
-            alone = 0.0 if await in_thread(tiered.is_served) else alone + TELL_SECONDS
-            if alone >= ALONE_SECONDS:
-                raise StorageError(f"steps {names} are not durable, and the run ends: {tiered.no_agent()}")
-            if patience <= 0:
-                self._warn("agents go on with steps %s, which are safe in the memory of their hosts", names)
-                return False
-            self._warn("waiting until the agents have made steps %s durable", names)
-        return True
 
     async def ended_at_last(self, again: str) -> None:
         """Do the same at the end of a run; tell what is waited for.
@@ -288,13 +213,13 @@ class Saves:
                 await newest.settled()
                 return
             advice = "" if waits else f". {again}"
-            self._warn("waiting until step %s is durable: %s%s", self.step, words_of(newest), advice)
+            self.warn("waiting until step %s is durable: %s%s", self.step, words_of(newest), advice)
             waits = TELL_SECONDS
 
     async def give_up(self) -> None:
         """Cancel the newest save, and wait until its files are removed."""
         if self._newest is not None and self.running:
-            self._warn("the save of step %s is given up; its files are removed", self.step)
+            self.warn("the save of step %s is given up; its files are removed", self.step)
             self._newest.cancel()
             await self._newest.ended()
 
@@ -337,20 +262,13 @@ class Saves:
             await self.failed(step, error)
             raise
         self.stall, self.durable = kept.blocking_seconds + kept.step_wait_seconds, kept.seconds
-        drained = partial(self._drained, step, partial(durable, kept))
-        self._staying = (step, kept.operation, drained) if stays else None
+        drained = await self.drains.kept(step, kept, durable, stays=stays)
         handed_over()
-        return kept if stays else await drained()
-
-    async def _drained(self, step: int, durable: Callable[[], Awaitable[SaveResult]]) -> SaveResult:
-        """Wait until a snapshot is durable; begin the housekeeping, and call the callbacks."""
         try:
-            result = await durable()
-        except Exception as error:
-            await self.failed(step, error)
-            raise
-        await self.committed(step, result)
-        return result
+            await self._check_owner()
+        except RunTakenError as error:  # the next call of the trainer raises it
+            self._taken = error
+        return kept if stays else await drained()
 
     async def failed(self, step: int, error: BaseException) -> None:
         """Call the user's callback for a failed save."""
@@ -361,11 +279,11 @@ class Saves:
     async def committed(self, step: int, result: SaveResult) -> None:
         """Begin the housekeeping after a commit, and call the user's callback."""
         self.outcomes.ended(step, is_durable=True)
-        self.forget_adopted(before=step)
-        self._begin_keeping(step)
+        self.begin_keeping(step)
         await self._tell(self._on_commit, step, result)
 
-    def _begin_keeping(self, step: int) -> None:
+    def begin_keeping(self, step: int) -> None:
+        """Begin the housekeeping after a commit."""
         keeping = _bridge.start(lambda _: self._keep(step), name=f"housekeeping after step {step}")
         self._keeping = {background for background in self._keeping if not background.done()} | {keeping}
 
@@ -384,7 +302,7 @@ class Saves:
         """Whether this code is called by a callback of one of the saves."""
         return self in _telling.get()
 
-    def _warn(self, words: str, *values: object, is_own: bool = False, exc_info: BaseException | None = None) -> None:
+    def warn(self, words: str, *values: object, is_own: bool = False, exc_info: BaseException | None = None) -> None:
         """Log a warning on rank 0, and on the rank of the cause; other ranks, which say the same, log it as info."""
         tell = log.warning if is_own or self._is_first() else log.info
         tell(words, *values, exc_info=exc_info)

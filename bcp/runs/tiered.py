@@ -31,9 +31,9 @@ from bcp.tiers.memory import TierMemory
 from bcp.tiers.options import Tiers
 from bcp.tiers.recovery import Found, find_whole
 from bcp.tiers.saving import Aim
-from bcp.tiers.starting import start_agent
+from bcp.tiers.starting import await_agent, start_agent
 
-__all__ = ["MEMORY", "Forget", "Tiered", "tiered"]
+__all__ = ["MEMORY", "Ended", "Tiered", "tiered"]
 
 MEMORY = "memory/"
 """Before the name of a folder: its checkpoint is read from the memories of the hosts."""
@@ -45,8 +45,8 @@ ALONE_SECONDS = 30.0
 COMMITTED = "COMMITTED"
 _LOOPBACK = "127.0.0.1"
 
-Forget = Callable[[Collection[tuple[str, str]]], Awaitable[None]]
-"""Ends saves in storage; takes place and operation of each."""
+Ended = Callable[[Collection[tuple[str, str]]], Awaitable[Settled]]
+"""Ends uploads in storage; takes place and operation of each."""
 
 
 class Tiered:
@@ -55,22 +55,31 @@ class Tiered:
     Attributes:
         found: the snapshot in memory that all ranks can load; None before :meth:`find`, or if there is none.
         policy: which saves become durable; None: all of them.
+        branch: of the run.
     """
 
     def __init__(self, tiers: Tiers, url: str, options: SaveOptions, policy: SavePolicy | None) -> None:
         """Remember the arguments; nothing is opened yet."""
         self._tiers, self._url, self._options, self.policy = tiers, url, options, policy
+        self._root = tiers.root(url)  # the process may change its directory
         self._memory: TierMemory | None = None
         self._has_told, self._listen = False, ""
         self.found: Found | None = None
+        self.branch = ""
 
     # -- the way back ------------------------------------------------------------------------------
 
-    async def find(self, ranks: Coordinator) -> Found | None:
-        """Open the memory of this host, start its agent, and find the newest whole snapshot. Collective."""
+    async def find(self, ranks: Coordinator, branch: Callable[[], Awaitable[str | None]]) -> Found | None:
+        """Open the memory of this host, start its agent, and find the newest whole snapshot. Collective.
+
+        Args:
+            ranks: of the run.
+            branch: returns that of the run; asked on rank 0.
+
+        """
         await self.forget_found()
         opened = partial(self._opened, ranks.rank, ranks.world_size)
-        self.found, hosts = await find_whole(ranks, opened, self._node, self._options.timeout)
+        self.found, hosts = await find_whole(ranks, opened, self._node, self._options.timeout, branch=branch)
         sources = hosts.copied_by(self._node, self._tiers.copies - 1, self._tiers.stride)
         await in_thread(self._joined.folder.put_sources, sources)
         self._joined.copies = len(sources.nodes)
@@ -88,16 +97,13 @@ class Tiered:
         if found is not None:
             await found.storage.aclose()
 
-    async def settle(
-        self, ranks: Coordinator, *, keep: bool, has_commit: Callable[[], bool], forget: Forget
-    ) -> Settled:
+    async def settle(self, ranks: Coordinator, *, keep: bool, ended: Ended) -> Settled:
         """Give up all snapshots but the one that the run goes on from, which is to become durable. Collective.
 
         Args:
             ranks: of the run.
             keep: whether the run goes on from the snapshot that was found.
-            has_commit: whether storage has its checkpoint already; asked on rank 0.
-            forget: ends saves in storage; called on rank 0.
+            ended: ends uploads of the others in storage; called on rank 0.
 
         """
         found = self.found if keep else None
@@ -105,12 +111,13 @@ class Tiered:
 
         async def answer(messages: Sequence[bytes]) -> bytes:
             told = LeftBehind.decode_all(messages)
-            await forget({each for one in told for each in zip(one.places, one.operations, strict=True)})
-            return Settled(durable=has_commit()).encode()
+            left = {each for one in told for each in zip(one.places, one.operations, strict=True)}
+            return (await ended(left)).encode()
 
         async with collective_operation(ranks.begin("settle what is in memory", self._options.timeout)) as agreement:
             told = await gather_broadcast(agreement, "left", ranks.rank, left.encode(), answer)
         settled = Settled.decode(told, sender=0)
+        self.branch = settled.branch
         if found is not None:
             memory = self._joined
             memory.live = frozenset({found.operation})
@@ -128,12 +135,14 @@ class Tiered:
     def _opened(self, rank: int, world_size: int) -> NodeFolder:
         """Open the memory of this host, and see that an agent serves it. Blocks."""
         if self._memory is None:
-            folder = NodeFolder(self._tiers.root(self._url))
+            folder = NodeFolder(self._root)
             self._memory = TierMemory(folder, rank, self._url)
             self._listen = self._tiers.listen or _address(world_size)
             try:
                 if self._tiers.agent == "spawn":
                     self._start_agent()
+                elif self._listen != _LOOPBACK and folder.marks():
+                    await_agent(folder)  # other hosts may need what is here
             except BaseException:
                 self._memory.close()
                 self._memory = None
@@ -174,6 +183,7 @@ class Tiered:
 
     def want(self, operation: str) -> None:
         """Let a snapshot become durable that was to stay in memory. Blocks."""
+        self._joined.promised = operation
         self._joined.folder.want(operation)
 
     async def durable(self, aim: Aim, began: float, kept: SaveResult) -> SaveResult:
@@ -214,7 +224,7 @@ class Tiered:
         """Say that nobody makes the snapshots of this host durable."""
         return (
             "no agent serves this host, so that snapshots stay in its memory: start one, as in "
-            f"python -m bcp.agent {self._tiers.root(self._url)} {shown(self._url)}"
+            f"python -m bcp.agent {self._root} {shown(self._url)}"
         )
 
     def is_served(self) -> bool:
@@ -255,6 +265,8 @@ def tiered(
         return None
     if not isinstance(tiers, Tiers):
         raise InputError(f"tiers={tiers!r}: pass bcp.Tiers(), or None")
+    if url.startswith("memory://"):
+        raise InputError(f"{url} is in the memory of this process, where no agent writes: tiers need other storage")
     policy = None if durable is None else as_save_policy(durable)
     if policy is not None and divided(policy)[1] is not None:
         raise InputError(f"durable={durable!r} reads a clock: pass steps, as 1000 or bcp.policies.AtSteps([...])")

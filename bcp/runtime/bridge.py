@@ -243,6 +243,8 @@ class Background(Generic[T]):
         if self._error is None or self._seen:
             return False
         self._seen = True
+        if self.handed_over:  # its owner has told
+            return False
         if self._cancelled and isinstance(self._error, cancelled):
             return False
         tell = log.warning if was_logged(self._error) else log.error  # one error line for one failure

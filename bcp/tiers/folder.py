@@ -17,7 +17,7 @@ import secrets
 import stat
 import time
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,9 @@ LEFT = "LEFT"
 """End of a snapshot that a later life of the job has not gone on from. No recovery takes it, and nobody drains it."""
 
 TRIES, PAUSE_SECONDS = 10, 0.1
+
+LEAVE_SECONDS = 20.0
+"""How long a new life of the job waits for an agent that is just sending what the job gives up."""
 
 MOST_NOTES = 256
 """Notes of ended saves that stay after their files: trainers have to see them."""
@@ -105,6 +108,12 @@ class Member:
         """Leave the place to another process."""
         if self._fd is not None:
             _let_go(self._fd)
+            self._fd = None
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        """Leave the place of an object that is dropped. A forked child has left it to its parent."""
+        if self._fd is not None:
+            close(self._fd)
             self._fd = None
 
     def leave_to_parent(self) -> None:
@@ -178,10 +187,12 @@ class NodeFolder:
         with told(self.root / RUN):
             _write(self.root / RUN, url.encode(errors="surrogateescape"))
 
-    def begin(self) -> None:
-        """Note that a life of the job has begun."""
+    def begin(self, rank: int) -> None:
+        """Note that a rank has begun a life; forget the intent of a save in which it was killed."""
         with told(self.root):
             (self.root / FINISHED).unlink(missing_ok=True)
+            for path in (self.root / INTENTS).glob(f".{rank:05d}-*.new"):
+                path.unlink(missing_ok=True)
 
     def finish(self) -> None:
         """Note that the run has ended well and that its newest snapshot is durable: the agent gives back what is left.
@@ -229,12 +240,12 @@ class NodeFolder:
     def prepare(self, intent: Intent) -> None:
         """Write an intent under a name that does not count yet."""
         path = self._new(_mark_of(intent))
-        with told(path):
+        with self._must_be_there(), told(path):
             path.write_bytes(encode_intent(intent))
 
     def mark(self, mark: Mark) -> None:
         """Let the prepared intent, and the files that it names, count from now on."""
-        with told(self._path(mark)):
+        with self._must_be_there(), told(self._path(mark)):
             self._new(mark).rename(self._path(mark))
 
     def forget(self, mark: Mark) -> None:
@@ -433,10 +444,11 @@ class NodeFolder:
     # -- what has become of saves ------------------------------------------------------------------
 
     def end(self, operation: str, outcome: str) -> None:
-        """Note what has become of a save; nobody makes it durable again."""
+        """Note what has become of a save; nobody makes it durable again. One that was left behind stays so."""
         path = self.root / ENDED / operation
         with told(path):
-            _write(path, outcome.encode())
+            if outcome == LEFT or self._small(f"{ENDED}/{operation}") != LEFT.encode():
+                _write(path, outcome.encode())
 
     def ended(self) -> dict[str, str]:
         """Return what has become of each save that has ended, by its operation."""
@@ -497,7 +509,13 @@ class NodeFolder:
                     if held is not None:
                         left[mark.operation] = held.intent
             self.end(mark.operation, LEFT)
-            self.take(mark)
+        until = time.monotonic() + LEAVE_SECONDS
+        going = [mark for mark in self.marks() if self.ended().get(mark.operation) == LEFT]
+        while going := [mark for mark in going if not self.take(mark)]:
+            if time.monotonic() > until:
+                log.warning("an agent still reads snapshots that are given up", folder=str(self.root), count=len(going))
+                break
+            time.sleep(PAUSE_SECONDS)
         return [*left.values()]
 
     # -- readers -----------------------------------------------------------------------------------
@@ -561,12 +579,22 @@ class NodeFolder:
 
     @contextmanager
     def _opened_lock(self, name: str) -> Iterator[int]:
-        with told(self.root / name):
-            fd = os.open(self.root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            with told(self.root / name):
+                fd = os.open(self.root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError as error:
+            raise StorageError(f"{self.root}, the memory of this job, has gone: {error}") from error
         try:
             yield fd
         finally:
             _let_go(fd)
+
+    @contextmanager
+    def _must_be_there(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise StorageError(f"{self.root}, the memory of this job, has lost files: {error}") from error
 
     def _path(self, mark: Mark) -> Path:
         return self.root / INTENTS / mark.name

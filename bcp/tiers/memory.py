@@ -64,7 +64,7 @@ class TierMemory:
             if url:
                 folder.belong(url)
             self._member = folder.join(rank)
-            folder.begin()
+            folder.begin(rank)
         self.copies = 0
         self.live: frozenset[str] = frozenset()
         self.promised = ""

@@ -6,7 +6,7 @@ the metadata are made as a commit would have made them. Every rank takes part, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,7 +90,12 @@ class Hosts:
 
 
 async def find_whole(
-    ranks: Coordinator, opened: Callable[[], NodeFolder], node: str, patience: float, reach: Reach = peer_at
+    ranks: Coordinator,
+    opened: Callable[[], NodeFolder],
+    node: str,
+    patience: float,
+    reach: Reach = peer_at,
+    branch: Callable[[], Awaitable[str | None]] | None = None,
 ) -> tuple[Found | None, Hosts]:
     """Agree with all ranks on the newest whole snapshot in the memories of their hosts; None if there is none.
 
@@ -102,12 +107,14 @@ async def find_whole(
         node: name of this host, another one for each host.
         patience: seconds that a rank may be silent.
         reach: returns the memory of another host, by its name, the address of its agent and the job's secret.
+        branch: returns that of the run, whose snapshots count alone, or None if none counts; asked on rank 0. Without
+            it all count.
 
     Raises:
         PeerError: another rank has failed.
 
     """
-    leader = _Leader()  # rank 0 alone is asked
+    leader = _Leader(branch)  # rank 0 alone is asked
     async with collective_operation(ranks.begin("find a snapshot in memory", patience)) as agreement:
         folder = await capture_error(in_thread(opened))
         if isinstance(folder, BcpError):
@@ -138,9 +145,11 @@ class _Leader:
     """Rank 0's part.
 
     Attributes:
+        branch: returns that of the run.
         damaged: hosts and operations whose files cannot be used, and why.
     """
 
+    branch: Callable[[], Awaitable[str | None]] | None
     damaged: dict[tuple[int, str], str] = field(default_factory=dict)
 
     async def choose(self, messages: Sequence[bytes]) -> bytes:
@@ -150,8 +159,19 @@ class _Leader:
         names = list(dict.fromkeys(each.node for each in told))
         number = {name: host for host, name in enumerate(names)}
         token = next((each.token for each in told if each.token), b"") or new_token().encode()
-        whole, why = newest_whole([[_holding(each) for each in first[name].held] for name in names], self.damaged)
-        reasons = (*self.damaged.values(), *why.values())
+        held = [first[name].held for name in names]
+        others: dict[str, str] = {}
+        if self.branch is not None:
+            branch = await self.branch()
+            others = {
+                each.operation: f"step {each.step} in memory is of another run, or the run has gone back since"
+                for one in held
+                for each in one
+                if each.branch != branch
+            }
+        there = [[_holding(each) for each in one if each.operation not in others] for one in held]
+        whole, why = newest_whole(there, self.damaged)
+        reasons = (*self.damaged.values(), *why.values(), *others.values())
         addresses = tuple(first[name].address for name in names)
         if whole is None:
             return Recovery("", 0, 0, reasons, token, tuple(names), addresses).encode()
@@ -218,7 +238,7 @@ def _holdings(folder: NodeFolder, node: str) -> Holdings:
             held = [each.intent for each in entered if each is not None]
         if held:
             ranks = sorted(intent.rank for intent in held)
-            found.append(HeldRanks(operation, held[0].step, held[0].world_size, _packed(ranks)))
+            found.append(HeldRanks(operation, held[0].step, held[0].world_size, _packed(ranks), held[0].branch))
     return Holdings(node, tuple(found), folder.address(), folder.token())
 
 

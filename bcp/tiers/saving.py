@@ -49,12 +49,14 @@ class Aim:
         place: of the checkpoint below the durable root, as in "step-00001000"; empty for the root itself.
         durable: whether it shall go to durable storage while the job lives. When it has died, its newest one goes.
         replaces: operation of the checkpoint that it may replace there; empty for none.
+        branch: of the run; snapshots of another one count for nothing.
     """
 
     step: int
     place: str
     durable: bool = True
     replaces: str = ""
+    branch: str = ""
 
 
 @collect_failure_garbage()
@@ -126,6 +128,7 @@ def _intent(job: SaveJob, receipt: Receipt, known: KnownLayout, framework: str, 
         part_bytes=job.options.part_bytes,
         layout=known.digest,
         receipt=encode_receipt(receipt),
+        branch=aim.branch,
         copied=known.is_copied,
         durable=aim.durable,
         replaces=aim.replaces,

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from bcp._log import log
 from bcp.errors import InputError, StorageError
 from bcp.tiers.folder import NodeFolder
 
-__all__ = ["start_agent"]
+__all__ = ["await_agent", "start_agent"]
 
 START_SECONDS = 60.0
 """For a process that imports no torch, on a host whose cores are all taken."""
+
+AWAIT_SECONDS = 30.0
+"""For agents that a scheduler starts beside the trainers."""
 
 NAP_SECONDS = 0.02
 LOG, OPTIONS = "agent.log", "storage-options.json"
@@ -60,6 +66,16 @@ def start_agent(
         time.sleep(NAP_SECONDS)
 
 
+def await_agent(folder: NodeFolder) -> None:
+    """Wait a while for an agent that somebody else starts, and that other hosts can read from. Blocks."""
+    until = time.monotonic() + AWAIT_SECONDS
+    while not _serves(folder):
+        if time.monotonic() > until:
+            log.warning("no agent lets other hosts read the snapshots of this one", folder=str(folder.root))
+            return
+        time.sleep(NAP_SECONDS)
+
+
 def _serves(folder: NodeFolder) -> bool:
     return folder.is_served() and bool(folder.address())
 
@@ -70,6 +86,10 @@ def _await(folder: NodeFolder, pid: int, until: float) -> None:
         has_ended, status = os.waitpid(pid, os.WNOHANG)
         if has_ended or time.monotonic() > until:
             what = f"has ended with {os.waitstatus_to_exitcode(status)}" if has_ended else "does not serve"
+            if not has_ended:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
             words = (folder.root / LOG).read_text(errors="replace")[-SHOWN:].strip()
             raise StorageError(f"the agent of {folder.root} {what}: {words or 'it has said nothing'}")
         time.sleep(NAP_SECONDS)

@@ -16,7 +16,7 @@ import bcp
 ROOT = Path(__file__).parents[2]
 ONE_PROCESS = ["quickstart.py", "async_harness.py", "custom_stage.py", "codec_zstd.py", "partial_load.py"]
 LAUNCHED = {"gpt.py", "train_gpt.py", "demo.py", "demo_plot.py"}  # test_demo below runs all four
-OF_RANKS = {"local_ranks.py", "dataloader_reshard.py", "data_rl.py"}
+OF_RANKS = {"local_ranks.py", "dataloader_reshard.py", "data_rl.py", "lose_a_node.py"}
 
 
 def run(script: str, *args: str, cwd: Path) -> str:
@@ -34,6 +34,13 @@ def test_no_example_is_left_out() -> None:
 @pytest.mark.parametrize("script", ONE_PROCESS)
 def test_example(script: str, tmp_path: Path) -> None:
     assert run(script, cwd=tmp_path).strip()
+
+
+@pytest.mark.dist
+def test_a_node_is_lost(tmp_path: Path) -> None:
+    out = run("lose_a_node.py", cwd=tmp_path)
+    assert "memory of 3 hosts, 0 bytes from storage" in out
+    assert "are those of an undisturbed training" in out
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ import bcp
 from bcp import policies
 from bcp.errors import InputError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_metadata
+from bcp.runtime.threads import in_thread
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
 
@@ -318,9 +319,7 @@ def test_a_folder_of_another_run_is_refused_until_all_of_it_has_ended(place: Pla
     place.die(place.train(1, 2, durable=1000))
     other = Place(tmp_path / "other")
     other.memory = place.memory
-    with pytest.raises(
-        InputError, match=r"is the memory of the run at .*/run, which has 2 snapshots here that are not"
-    ):
+    with pytest.raises(InputError, match=r"is the memory of the run at .*/run, which has 2 snapshots here"):
         other.resumed()
     with agent(place.memory, place.store):
         until(lambda: place.committed() == [2], "its agent makes the newest one durable")
@@ -337,8 +336,8 @@ def test_a_folder_of_another_run_is_refused_until_all_of_it_has_ended(place: Pla
 
 
 def test_a_run_whose_agent_is_missing_does_not_end_well(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bcp.runs.saves.TELL_SECONDS", 0.05)
-    monkeypatch.setattr("bcp.runs.saves.ALONE_SECONDS", 0.1)
+    monkeypatch.setattr("bcp.runs.drains.TELL_SECONDS", 0.05)
+    monkeypatch.setattr("bcp.runs.drains.ALONE_SECONDS", 0.1)
     run = place.train(1, 2)
     with pytest.raises(StorageError, match=r"steps 1, 2 are not durable.*start one, as in python -m bcp.agent"):
         run.close()
@@ -348,12 +347,12 @@ def test_a_run_whose_agent_is_missing_does_not_end_well(place: Place, monkeypatc
 def test_a_run_that_waits_too_long_leaves_the_rest_to_its_agent(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("bcp.runs.saves.TELL_SECONDS", 0.05)
+    monkeypatch.setattr("bcp.runs.drains.TELL_SECONDS", 0.05)
     run = place.train(1, 2, save_options=bcp.SaveOptions(timeout=0.1))
     with NodeFolder(place.memory).serving() as lock:  # an agent that does nothing
         assert lock is not None
         run.close()
-    assert "agents go on with steps 1, 2" in caplog.text
+    assert "steps 1, 2 are not durable yet, and are in the memory of their hosts: agents go on" in caplog.text
     assert place.resumed()[0] == 2
 
 
@@ -369,3 +368,161 @@ def test_a_rank_that_joins_at_the_end_of_an_agent_keeps_it(tmp_path: Path) -> No
         assert not folder.is_served()
         with folder.serving() as other:
             assert other is not None
+
+
+def test_a_life_that_makes_no_step_waits_for_what_it_came_back_from(place: Place) -> None:
+    """Its memory would be the only place that has the step."""
+    place.die(place.train(1, 3, durable=1000))
+    with agent(place.memory, place.store):
+        step, run = place.resumed()
+        assert step == 3
+        run.close()
+    assert place.committed() == [3]
+
+
+def test_a_life_that_makes_no_step_leaves_the_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bcp.runs.drains.TELL_SECONDS", 0.05)
+    monkeypatch.setattr("bcp.runs.drains.ALONE_SECONDS", 0.1)
+    place.die(place.train(1, 3, durable=1000))
+    step, run = place.resumed()
+    with pytest.raises(StorageError, match="steps 3 are not durable"):
+        run.close()
+    assert place.resumed()[0] == step == 3
+
+
+@pytest.mark.parametrize("durable", [None, 1000])
+def test_a_last_snapshot_that_is_refused_is_an_error_and_stays(durable: int | None, place: Place) -> None:
+    """Another job has a checkpoint at its place."""
+    run = place.train(1, 2, durable=durable)
+    bcp.save(place.store / "step-00000002", trained(77).states)
+    with agent(place.memory, place.store), pytest.raises(StorageError, match="step 2 does not become durable: REFUSED"):
+        run.close()
+    assert NodeFolder(place.memory).marks(), "the other keeps its memory"
+    assert [step for step, _ in place.failures][-1:] == [2]
+
+
+def test_another_run_at_the_same_place_does_not_take_the_snapshots(place: Place) -> None:
+    place.die(place.train(1, 3, durable=1000, run_id="first"))
+    shutil.rmtree(place.store)
+    training = Training()
+    run = place.run(training, run_id="second")
+    assert run.resume() == 0
+    assert not NodeFolder(place.memory).marks()
+    place.die(run)
+
+
+@pytest.mark.parametrize("goal", [{"step": 2}, {"fresh": True}])
+def test_a_host_that_took_no_part_in_going_back_is_not_resumed_from(goal: dict[str, Any], place: Place) -> None:
+    """Its snapshots are of a branch that the run has left."""
+    with agent(place.memory, place.store):
+        run = place.train(1, 2, durable=2)
+        until(lambda: place.commits == [2], "it is durable")
+    for step in (3, 4):
+        run.maybe_save(step)
+    place.die(run)
+    other = Place(place.store.parent)
+    other.memory = place.store.parent / "other"
+    training = Training()
+    run = other.run(training)
+    assert run.resume(**goal) == goal.get("step", 0)
+    training.set(3)
+    with agent(other.memory, place.store):
+        run.maybe_save(3)
+        run.close()
+    step, run = place.resumed()
+    assert (step, run.resumed.hosts) == (3, 0)
+    place.die(run)
+
+
+def test_a_step_that_an_agent_commits_while_the_run_goes_back_is_suspect(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listing of the resumption did not have it."""
+    with agent(place.memory, place.store):
+        run = place.train(1, 2, durable=2)
+        until(lambda: place.commits == [2], "it is durable")
+    for step in (3, 4):
+        run.maybe_save(step)
+    place.die(run)
+    load = bcp.Run._load
+
+    def commit() -> None:
+        with agent(place.memory, place.store):
+            until(lambda: 4 in place.committed(), "an agent commits meanwhile")
+
+    async def slow(self: bcp.Run, step: int, name: str) -> Any:
+        await in_thread(commit)
+        return await load(self, step, name)
+
+    monkeypatch.setattr(bcp.Run, "_load", slow)
+    training = Training()
+    run = place.run(training, keep=policies.Everything())
+    assert run.resume(step=2) == 2
+    monkeypatch.undo()
+    for step in (3, 4):
+        training.set(10 * step)
+        run.maybe_save(step)
+    with agent(place.memory, place.store):
+        run.close()
+    training = Training()
+    run = place.run(training)
+    assert run.resume() == 4
+    assert training.step == 40
+    place.die(run)
+
+
+def test_a_snapshot_that_was_to_stay_becomes_durable_when_it_is_asked_for(place: Place) -> None:
+    with agent(place.memory, place.store):
+        run = place.train(1, 3, durable=1000)
+        pending = run.save(3)
+        assert pending is not None
+        assert pending.wait().path == f"{place.store}/step-00000003"
+        assert run.committed() == (3,)
+        assert run.save(3) is None
+        run.close()
+    assert place.committed() == [3]
+
+
+def test_an_interrupt_at_the_end_leaves_the_rest_to_the_agents(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place.train(1, 2)
+
+    async def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run._saves.drains, "ended", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.close()
+    assert place.resumed()[0] == 2
+
+
+def test_a_run_that_is_dropped_gives_its_place_free(place: Place) -> None:
+    model = nn.Linear(5, 5)
+    place.die(place.train(1, 2, durable=1000))
+    with pytest.raises(bcp.BcpError):
+        bcp.Run(place.store, {"model": model}, tiers=bcp.Tiers(folder=place.memory, agent="external")).resume()
+    assert place.resumed()[0] == 2
+
+
+def test_a_memory_that_has_gone_is_an_error_of_storage(place: Place) -> None:
+    run = place.train(1, 1)
+    shutil.rmtree(place.memory)
+    with pytest.raises(StorageError, match=r"has gone|lost files|was deleted"):
+        run.maybe_save(2)
+    place.die(run)
+
+
+def test_a_job_whose_folder_was_taken_ends(place: Place) -> None:
+    """Its agents may have committed a step by then; it learns of the other job behind its next snapshot."""
+    run = place.train(1, 1, durable=1000)
+    other = Place(place.store.parent)
+    other.memory = place.store.parent / "other"
+    taker = other.run(Training())
+    assert taker.resume() == 0
+    pending = run.maybe_save(2)
+    assert pending is not None
+    pending.released()
+    until(lambda: run._saves._taken, "it looks at the ledger")
+    with pytest.raises(bcp.RunTakenError):
+        run.maybe_save(3)
+    place.die(run)
+    place.die(taker)

@@ -228,7 +228,7 @@ def test_a_run_that_has_ended_well_leaves_no_copies(two: Two) -> None:
     asyncio.run(agent.run())
     assert not two.folder.copies()
     assert not two.folder.data_files()
-    two.folder.begin()
+    two.folder.begin(1)
     assert not two.folder.is_finished()
 
 

@@ -149,3 +149,15 @@ def test_old_notes_of_snapshots_that_are_gone_go_too(host: Host, monkeypatch: py
     monkeypatch.setattr("bcp.tiers.folder.MOST_NOTES", 0)
     host.round()
     assert host.folder.ended() == {}
+
+
+def test_files_that_were_deleted_behind_their_record_are_sent_again(host: Host) -> None:
+    """Retention may take an interrupted upload for remains."""
+    direct = saved(host.root / "direct-1", 1)
+    for rank in (0, 1):
+        kept(direct, host.folder.root, [rank], place="step-1", step=1)
+        host.agent._next_try.clear()
+        assert host.round() is (rank == 1)
+        for path in (host.store.root / "step-1" / "model").glob("00000-*") if rank == 0 else ():
+            path.unlink()
+    assert bcp.Checkpoint(host.store.root / "step-1").verify()

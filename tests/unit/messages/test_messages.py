@@ -188,7 +188,7 @@ EXAMPLES: list[Message] = [
     Digested(bytes(8), bytes(32), b"intent", b"layout"),
     MadeMetadata(b"metadata", "step-00001000"),
     LeftBehind(("step-00001000",), ("0123456789abcdef",)),
-    Settled(durable=True),
+    Settled(True, "run-7/", ("step-00001000",)),  # noqa: FBT003 -- an example
     Offered("0123456789abcdef", (0, 3)),
     Sources(("node-1",), ("10.0.0.1:7000",)),
     ToldLayout(bytes(16), is_copied=True),

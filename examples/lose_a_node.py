@@ -1,0 +1,109 @@
+"""Four nodes train, one of them is lost, and three go on from the memory of those that are left.
+
+Each node is a process here, with a directory as its memory and an agent of its own. The model is sharded over the
+nodes. Nothing is in storage, so that every byte comes from memory: from a node's own files, and from the copies of the
+lost one. The losses are those of a training that nobody has disturbed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import torch
+from local_ranks import LocalRanks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import bcp
+
+NODES, LOST, STEPS = (0, 1, 2, 3), 2, 40
+KILLED_AT = 20
+
+
+def make_model() -> nn.Module:
+    """Return the same model on all ranks."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    """Train one step on the batch of this step; return its loss. All ranks have the same batch."""
+    batch = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+    loss: torch.Tensor = (model(batch) - batch.roll(1, dims=1)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def train(rank: int, _: int, pipe: Connection, root: Path, nodes: Sequence[int]) -> None:
+    """Be one node: come back, train, and tell the parent each loss."""
+    torch.set_num_threads(1)
+    model = make_model()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    node = nodes[rank]
+    tiers = bcp.Tiers(folder=root / f"memory-{node}", node=f"node-{node}", listen="127.0.0.1", copies=2)
+    with bcp.Run(root / "run", {"model": model, "optimizer": optimizer}, save=1, durable=STEPS, tiers=tiers) as run:
+        first = run.resume()
+        pipe.send((first, str(run.resumed)))
+        for step in range(first + 1, STEPS + 1):
+            pipe.send((step, step_of(model, optimizer, step)))
+            run.maybe_save(step)
+            time.sleep(0.1)  # the agents copy meanwhile
+
+
+def lose(root: Path, node: int) -> None:
+    """Let a node lose its memory and its agent, as by a loss of power."""
+    memory = str(root / f"memory-{node}")
+    for process in psutil.process_iter(["cmdline"]):
+        if "bcp.agent" in (process.info["cmdline"] or []) and memory in process.info["cmdline"]:
+            process.kill()
+    shutil.rmtree(memory)
+
+
+def undisturbed() -> dict[int, float]:
+    """Return the losses of a training in one process, by step."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return {step: step_of(model, optimizer, step) for step in range(1, STEPS + 1)}
+
+
+def main() -> None:
+    """Lose a node, and compare the losses."""
+    expected, losses = undisturbed(), dict[int, float]()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        ranks = LocalRanks(train, len(NODES), root / "meeting-1", root, NODES)
+        first, words = ranks.pipes[0].recv()
+        print(f"4 nodes: {words}")
+        while first < KILLED_AT:
+            first, loss = ranks.pipes[0].recv()
+            losses[first] = loss
+        ranks.kill()
+        lose(root, LOST)
+        ranks.join()
+        left = [node for node in NODES if node != LOST]
+        print(f"killed at step {first}; the memory of node {LOST} is lost")
+        ranks = LocalRanks(train, len(left), root / "meeting-2", root, left)
+        resumed, words = ranks.pipes[0].recv()
+        print(f"3 nodes: {words}")
+        assert "memory of 3 hosts, 0 bytes from storage" in words
+        assert 0 < resumed <= first
+        for _ in range(resumed, STEPS):
+            step, losses[step] = ranks.pipes[0].recv()
+        assert ranks.join() == [0] * len(left)
+        assert bcp.latest(root / "run") == str(root / "run" / f"step-{STEPS:08d}")
+    for step in range(1, STEPS + 1):
+        assert abs(losses[step] - expected[step]) < 1e-4 * expected[step], f"step {step}"
+    print(f"losses of steps 1 to {STEPS} are those of an undisturbed training; the last is {losses[STEPS]:.4f}")
+
+
+if __name__ == "__main__":
+    main()
