@@ -192,15 +192,18 @@ class MemoryServer:
             raise StrangerError(f"the request {OFFER}{words}")
         if operation:
             folder.note_copied(operation, int(number))
-        copies, ended, ages = folder.copies(), folder.ended(), folder.ages()
-        begun = {mark.operation: age for mark, age in ages.items()}
-        for operation in sorted(begun, key=lambda each: -begun[each]):
-            own = [mark for mark in ages if mark.operation == operation and mark not in copies]
-            if not own or ended.get(operation) == LEFT:
-                continue
-            with folder.holding(own[0]) as held:
+        copies, ended, living = folder.copies(), folder.ended(), {*folder.members()}
+        own = {mark: age for mark, age in folder.ages().items() if mark not in copies}
+        begun: dict[str, float] = {}
+        for mark, age in own.items():
+            begun[mark.operation] = max(age, begun.get(mark.operation, 0.0))
+        for each in sorted(begun, key=lambda each: -begun[each]):
+            marks = sorted(mark for mark in own if mark.operation == each)
+            if ended.get(each) == LEFT or not living <= {mark.rank for mark in marks}:
+                continue  # others of this host are about to mark it
+            with folder.holding(marks[0]) as held:
                 if held is not None and held.intent.copied:
-                    return Offered(operation, tuple(sorted(mark.rank for mark in own)))
+                    return Offered(each, tuple(mark.rank for mark in marks))
         return Offered("")
 
 

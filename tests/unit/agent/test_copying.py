@@ -99,6 +99,29 @@ def test_only_what_trainers_have_chosen_is_copied(two: Two) -> None:
     assert two.copied() == [1]
 
 
+def test_a_snapshot_is_offered_once_all_ranks_of_its_host_have_marked_it(two: Two) -> None:
+    two.keep(1)
+    with two.source.arranging():
+        late = two.source.join(7)
+    assert two.fetch()
+    assert two.copied() == []
+    late.close()
+    assert two.fetch()
+    assert two.copied() == [1]
+
+
+def test_copies_do_not_make_a_snapshot_newer(two: Two) -> None:
+    """What a host offers are its own files: those of an older snapshot may come from others later."""
+    two.keep(1)
+    assert two.fetch()
+    second = two.keep(2)
+    two.source.note_copies([Mark(two.operations[1], 1)], "third")
+    kept(two.root / "direct-1", two.source.root, [1], place="step-1", step=1, copied=True)
+    assert two.fetch()
+    assert two.copied() == [1, 2]
+    assert two.source.is_copied(second, 1)
+
+
 def test_memory_of_old_copies_is_used_again(two: Two) -> None:
     """The newest one stays, and the one before: other hosts may not have the newest yet."""
     for step in (1, 2):
