@@ -6,6 +6,7 @@ The process that is started is a small parent. It starts the agent, and starts i
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import subprocess
@@ -36,6 +37,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--poll", type=float, default=0.5, metavar="SECONDS", help="how often to look for snapshots")
     parser.add_argument("--patience", type=float, default=30.0, metavar="SECONDS", help="how long to wait for others")
     parser.add_argument("--linger", type=float, default=3600.0, metavar="SECONDS", help="how long to outlive trainers")
+    parser.add_argument("--spawned", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -46,6 +48,8 @@ def main() -> int:
     if arguments.child:
         code: int = imported("bcp.agent.host").serve(arguments)
         return code
+    if arguments.spawned:  # files that the trainer has open for its children, as pipes: their readers wait for an end
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     safe = ["-P"] if sys.flags.safe_path else []
     return _guard([sys.executable, *safe, "-m", "bcp.agent", "--child", *sys.argv[1:]])
 

@@ -28,8 +28,9 @@ from bcp.protocols import Backend
 from bcp.read.windows import Window, windows_of, wrong_block
 from bcp.runtime.threads import in_thread
 from bcp.tiers.digests import PART_BYTES, is_of, key_of, run_windows
-from bcp.tiers.folder import Mark, NodeFolder, Noted, told
+from bcp.tiers.folder import NodeFolder
 from bcp.tiers.intent import decode_intent
+from bcp.tiers.notes import Mark, Noted, told
 from bcp.tiers.peer import peer_at
 from bcp.tiers.wire import OFFER
 

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from bcp.agent.commit import Outcome, commit
 from bcp.agent.drain import drain
 from bcp.protocols import Backend
-from bcp.tiers.folder import LEFT, Mark, NodeFolder
+from bcp.tiers.folder import NodeFolder
+from bcp.tiers.notes import LEFT, Mark
 
 __all__ = ["advance"]
 

@@ -21,7 +21,8 @@ from bcp.backends import child, resolve
 from bcp.errors import BcpError, CorruptError
 from bcp.protocols import Backend
 from bcp.runtime.threads import in_thread
-from bcp.tiers.folder import Mark, NodeFolder
+from bcp.tiers.folder import NodeFolder
+from bcp.tiers.notes import Mark
 
 __all__ = ["Agent"]
 

@@ -24,7 +24,8 @@ from bcp.errors import BcpError, StorageError
 from bcp.format.metadata import OPERATION, owner_of, receipt_key
 from bcp.runtime.process import process_lock
 from bcp.tiers.digests import digested
-from bcp.tiers.folder import LEFT, Held, Mark, NodeFolder
+from bcp.tiers.folder import Held, NodeFolder
+from bcp.tiers.notes import LEFT, Mark
 from bcp.tiers.wire import OFFER, Status, StrangerError, pull_request, push_answer, welcome
 
 __all__ = ["MemoryServer", "serving"]

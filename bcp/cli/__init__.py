@@ -32,6 +32,7 @@ COMMANDS = {
     "pin": "Keep a checkpoint of a run, whatever its policy says.",
     "rm": "Delete checkpoints.",
     "gc": "Delete the remains of saves that never committed.",
+    "tiers": "Show the snapshots in the memory of this host.",
     "doctor": "Check what a job needs, from every rank.",
     "report": "Show which rank, stage and file made saves and loads slow, or fail.",
 }

@@ -107,8 +107,9 @@ class Run(ResumableRun):
                 ``path/NAME``, and a step counts once all roles have committed it.
             tiers: keep the snapshots in the memory of the hosts, where they outlive this process. Agents make the
                 checkpoints durable. None: this process writes to storage.
-            durable: which of the saves agents make durable, besides the last one and those of :meth:`save`; a number
-                is every so many steps. Others stay in memory. None: all of them. For ``tiers`` alone.
+            durable: which of the saves agents make durable, besides the last one; a number is every so many steps.
+                Others stay in memory. None: all of them. If ``save`` is a policy, :meth:`save` asks for a durable one
+                whatever this says. For ``tiers`` alone.
             coordinator: as for :func:`bcp.save`.
 
         Raises:
@@ -122,7 +123,7 @@ class Run(ResumableRun):
         self._url, self._framework, self._given = place_of(path), framework, coordinator
         self._given_states, self._states, self._pid = states, RunStates(states), os.getpid()
         self._keep = as_keep_policy(keep)
-        self._run_id, self._standby_steps = run_id, standby_steps
+        self._run_id, self._standby_steps, self._has_policy = run_id, standby_steps, save is not None
         self._role = role
         self._save_options = with_overrides(SaveOptions, save_options, {})
         if role is not None:
@@ -209,7 +210,7 @@ class Run(ResumableRun):
     ) -> Body[Pending[SaveResult] | None]:
         """Begin a save, the last one if the run stops; None if there is no time for it, or the step is saved.
 
-        One that the caller has asked for is to be durable.
+        One that the caller has asked for, besides those of the policy, is to be durable.
         """
         self._saver.metrics[step] = numbers(metrics or {})  # a copy: the caller may use the dict again
         if stopping:
@@ -265,7 +266,7 @@ class Run(ResumableRun):
         if step == self._saves.step:
             background = yield from self._promoted()
             return None if background is None else Pending(background)
-        return (yield from self._begun(step, metrics, stopping=stopping, asked=True))
+        return (yield from self._begun(step, metrics, stopping=stopping, asked=self._has_policy))
 
     def _promoted(self) -> Body[Background[SaveResult] | None]:
         """Let the newest snapshot become durable if it was to stay in memory. All ranks have begun the same saves."""

@@ -49,6 +49,7 @@ class Saver:
     ) -> None:
         """Remember the parts; nothing is read yet."""
         self._tiered, self._last_durable = tiered, 0
+        self._aimed = 0, 0
         self._there: dict[int, tuple[str, ...]] = {}
         self._place: tuple[int, str] | None = None
         self._url, self._states, self._framework, self._given = url, states, framework, given
@@ -84,8 +85,12 @@ class Saver:
     def _keep(self, tiered: Tiered, step: int, name: str, *, durable: bool) -> Body[Background[SaveResult]]:
         """Begin a save into the memory of the hosts."""
         replaces = yield from self._replaced(step, name)
+        aimed, before = self._aimed
+        if aimed == self._last_durable and aimed > (self._saves.drains.newest or 0):  # it has failed, on all ranks
+            self._last_durable = before
         is_durable = durable or tiered.is_due(step, self._last_durable)
-        self._last_durable = step if is_durable else self._last_durable
+        if is_durable:
+            self._aimed, self._last_durable = (step, self._last_durable), step
         awaited = {step, *self._saves.drains.steps}
         self.metrics = {each: self.metrics[each] for each in self.metrics if each in awaited or each >= step}
         aim = Aim(step, name, is_durable, replaces, tiered.branch)

@@ -13,21 +13,22 @@ from functools import partial
 
 import anyio
 
-from bcp._agree import collective_operation, gather_broadcast
+from bcp._agree import capture_error, collective_operation, gather_broadcast
 from bcp._calls import SaveCall, keep_call
 from bcp._log import log
 from bcp._messages.tiers import LeftBehind, Settled
 from bcp.backends import shown
 from bcp.coordinators.hosts import here, identity, stated_address
-from bcp.errors import InputError, StorageError
+from bcp.errors import BcpError, InputError, StorageError
 from bcp.events import SaveResult
 from bcp.options import SaveOptions
 from bcp.planners import Framework
 from bcp.policies.save import Moment, SavePolicy, as_save_policy, divided
 from bcp.protocols import Coordinator, States
 from bcp.runtime.threads import in_thread
-from bcp.tiers.folder import GONE, LEFT, Mark, NodeFolder
+from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
+from bcp.tiers.notes import GONE, LEFT, Mark
 from bcp.tiers.options import Tiers
 from bcp.tiers.recovery import Found, find_whole
 from bcp.tiers.saving import Aim
@@ -107,7 +108,7 @@ class Tiered:
 
         """
         found = self.found if keep else None
-        left = await in_thread(self._left, found)
+        own = await capture_error(in_thread(self._left, found))
 
         async def answer(messages: Sequence[bytes]) -> bytes:
             told = LeftBehind.decode_all(messages)
@@ -115,7 +116,8 @@ class Tiered:
             return (await ended(left)).encode()
 
         async with collective_operation(ranks.begin("settle what is in memory", self._options.timeout)) as agreement:
-            told = await gather_broadcast(agreement, "left", ranks.rank, left.encode(), answer)
+            message = own if isinstance(own, BcpError) else own.encode()
+            told = await gather_broadcast(agreement, "left", ranks.rank, message, answer)
         settled = Settled.decode(told, sender=0)
         self.branch = settled.branch
         if found is not None:

@@ -19,7 +19,8 @@ from bcp.backends.files import fallocate
 from bcp.errors import StorageError
 from bcp.runtime.staging import map_file
 from bcp.stages.items import WriteItem
-from bcp.tiers.folder import NodeFolder, told
+from bcp.tiers.folder import NodeFolder
+from bcp.tiers.notes import told
 
 __all__ = ["TierMemory"]
 

@@ -28,9 +28,10 @@ from bcp.plan.holders import Holding, Whole, divide, newest_whole
 from bcp.protocols import Backend, Coordinator
 from bcp.runtime.threads import in_thread
 from bcp.tiers.digests import digested
-from bcp.tiers.folder import LEFT, Mark, NodeFolder
+from bcp.tiers.folder import NodeFolder
 from bcp.tiers.intent import commit_of
 from bcp.tiers.near import Copy, NearBackend
+from bcp.tiers.notes import LEFT, Mark
 from bcp.tiers.peer import peer_at
 
 __all__ = ["Found", "Hosts", "Reach", "find_whole"]

@@ -32,8 +32,8 @@ from bcp.runtime.threads import (
 )
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.save import SaveContext, Writers, blocks_of, snapshot_graph
-from bcp.tiers.folder import Mark
 from bcp.tiers.memory import TierMemory
+from bcp.tiers.notes import Mark
 
 __all__ = ["Aim", "akeep"]
 

@@ -24,7 +24,7 @@ START_SECONDS = 60.0
 AWAIT_SECONDS = 30.0
 """For agents that a scheduler starts beside the trainers."""
 
-NAP_SECONDS = 0.02
+NAP_SECONDS = 0.05
 LOG, OPTIONS = "agent.log", "storage-options.json"
 SHOWN = 2_000
 
@@ -97,7 +97,7 @@ def _await(folder: NodeFolder, pid: int, until: float) -> None:
 
 def _spawned(folder: NodeFolder, durable: str, words: Sequence[str]) -> int:
     """Start the process, in a session of its own; return its id."""
-    command = [sys.executable, "-P", "-m", "bcp.agent", str(folder.root), durable, *words]
+    command = [sys.executable, "-P", "-m", "bcp.agent", "--spawned", str(folder.root), durable, *words]
     log = str(folder.root / LOG)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     actions = [

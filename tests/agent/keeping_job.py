@@ -18,8 +18,9 @@ import torch
 import bcp
 from bcp._calls import keep_call
 from bcp.coordinators import memory_coordinators
-from bcp.tiers.folder import Mark, NodeFolder
+from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
+from bcp.tiers.notes import Mark
 from bcp.tiers.saving import Aim
 
 WORLD, NODES = 4, 2

@@ -20,8 +20,9 @@ from bcp.errors import CorruptError, StorageError
 from bcp.extend import LoadTargets, LocalShards, ShardRow, ShardTable, TensorMeta
 from bcp.protocols import States
 from bcp.testing.storage_fakes import CountingBackend
-from bcp.tiers.folder import Mark, NodeFolder
+from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
+from bcp.tiers.notes import Mark
 from bcp.tiers.recovery import Found, find_whole
 from bcp.tiers.saving import Aim
 

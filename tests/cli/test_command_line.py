@@ -20,6 +20,8 @@ import bcp
 from bcp.__main__ import main
 from bcp.cli import COMMANDS
 from bcp.cli.screen import failed
+from bcp.cli.tiers import _numbers
+from bcp.tiers.folder import NodeFolder
 
 FACTS = {"git": "4f1c9e2", "note": "\x1b[31mred"}
 
@@ -347,6 +349,43 @@ def test_gc(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "would be deleted" in said(capsys, "gc", "run", "--dry-run", "--now")
     assert [each["deleted"] for each in data(capsys, "gc", "run", "--now")] == [True]
     assert [each["step"] for each in data(capsys, "ls", "run") if each["is_committed"]] == [1]
+
+
+def test_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory, store = tmp_path / "memory", tmp_path / "run"
+    tiers = bcp.Tiers(folder=memory, agent="external")
+    run = bcp.Run(store, {"model": torch.nn.Linear(3, 2)}, save=1, durable=1000, tiers=tiers)
+    run.resume()
+    for step in (1, 2):
+        pending = run.maybe_save(step)
+        assert pending is not None
+        pending.released()
+    NodeFolder(memory).note_copies(NodeFolder(memory).marks()[:1], "node-3")
+    lines = said(capsys, "tiers", str(memory)).splitlines()
+    assert lines[:4] == [
+        f"run     {store}",
+        "ranks   0",
+        "agent   none: start python -m bcp.agent",
+        "copies  of no other host",
+    ]
+    assert [line.split()[0] for line in lines[5:]] == ["step", "2", "1"]
+    assert all("0 of 1" in line and line.endswith("in memory") for line in lines[6:])
+    found = data(capsys, "tiers", str(memory))
+    assert (found["run"], found["ranks"], found["is_served"]) == (str(store), [0], False)
+    assert sorted(each["copied_from"] for each in found["snapshots"]) == ["", "node-3"]
+    assert all(each["nbytes"] > 0 and each["world_size"] == 1 for each in found["snapshots"])
+    with pytest.raises(ZeroDivisionError), run:
+        raise ZeroDivisionError
+    assert "none lives here" in said(capsys, "tiers", str(memory))
+    said(capsys, "tiers", str(tmp_path), status=2)
+    assert {*tmp_path.iterdir()} == {memory, store}, "nothing is made"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [((), ""), ((3,), "3"), ((0, 1, 2), "0-2"), ((0, 2, 3, 7), "0, 2-3, 7"), ((5, 6), "5-6")]
+)
+def test_ranks_in_few_words(ranks: tuple[int, ...], words: str) -> None:
+    assert _numbers(ranks) == words
 
 
 @pytest.mark.parametrize(

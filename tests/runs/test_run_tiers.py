@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_a_run_that_ends_well_is_durable_and_gives_the_memory_back(place: Place)
 
 def test_what_is_asked_for_is_durable(place: Place) -> None:
     training = Training()
-    with agent(place.memory, place.store), place.run(training, save=None, durable=1000) as run:
+    with agent(place.memory, place.store), place.run(training, save=1000, durable=1000) as run:
         run.resume()
         pending = run.save(4, {"loss": 0.5})
         assert pending is not None
@@ -158,6 +159,37 @@ def test_what_is_asked_for_is_durable(place: Place) -> None:
     commit = decode_metadata((place.store / "step-00000004" / METADATA_KEY).read_bytes(), "metadata").commit
     assert commit.metrics == {"loss": 0.5}
     assert commit.operation == result.operation
+
+
+def test_a_trainer_that_decides_by_itself_follows_the_policy_of_what_is_durable(place: Place) -> None:
+    training = Training()
+    with agent(place.memory, place.store), place.run(training, save=None, durable=4, keep=policies.Everything()) as run:
+        run.resume()
+        for step in range(1, 8):
+            training.set(step)
+            run.save(step)
+    assert place.committed() == [4, 7]
+
+
+def test_a_durable_save_that_has_failed_is_caught_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with agent(place.memory, place.store):
+        run = place.train(1, 2, durable=3, tolerate=1, keep=policies.Everything())
+
+        def full(_: int, nbytes: int) -> None:
+            raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("bcp.tiers.memory.fallocate", full)
+            shutil.rmtree(place.memory / "model")
+            pending = run.maybe_save(3)
+            assert pending is not None
+            with pytest.raises(StorageError):
+                pending.released()
+        for step in (4, 5):
+            run.maybe_save(step)
+        until(lambda: place.committed() == [4], "step 4 takes the place of step 3")
+        run.close()
+    assert place.committed() == [4, 5]
 
 
 def test_training_goes_on_while_nobody_serves(place: Place) -> None:
@@ -526,3 +558,25 @@ def test_a_job_whose_folder_was_taken_ends(place: Place) -> None:
         run.maybe_save(3)
     place.die(run)
     place.die(taker)
+
+
+def test_an_agent_starts_while_many_ask_whether_there_is_one(tmp_path: Path) -> None:
+    folder, is_over = NodeFolder(tmp_path / "memory"), threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            folder.is_served()
+
+    askers = [threading.Thread(target=ask) for _ in range(8)]
+    for asker in askers:
+        asker.start()
+    try:
+        for _ in range(50):
+            with folder.serving() as lock:
+                assert lock is not None
+                with folder.serving() as second:
+                    assert second is None
+    finally:
+        is_over.set()
+        for asker in askers:
+            asker.join()

@@ -15,7 +15,8 @@ from bcp.format.metadata import METADATA_KEY, decode_metadata, encode_layout
 from bcp.format.receipt import Receipt, decode_receipt, encode_receipt
 from bcp.read.opening import read_metadata
 from bcp.tiers.digests import key_of
-from bcp.tiers.folder import Mark, NodeFolder
+from bcp.tiers.folder import NodeFolder
+from bcp.tiers.notes import Mark
 
 __all__ = ["blank_of", "kept", "marks_of"]
 

@@ -23,7 +23,8 @@ from bcp.agent.loop import Agent
 from bcp.agent.serve import MemoryServer, serving
 from bcp.backends import LocalBackend
 from bcp.tiers.digests import digested
-from bcp.tiers.folder import LEFT, Mark, NodeFolder, Noted
+from bcp.tiers.folder import NodeFolder
+from bcp.tiers.notes import LEFT, Mark, Noted
 from bcp.tiers.recovery import Hosts
 
 TOKEN = b"the token of this job"

@@ -12,8 +12,9 @@ import pytest
 from bcp._messages.tiers import Intent
 from bcp.errors import CorruptError, InputError, MessageError
 from bcp.format.receipt import Receipt, encode_receipt
-from bcp.tiers.folder import Mark, NodeFolder
+from bcp.tiers.folder import NodeFolder
 from bcp.tiers.intent import decode_intent, encode_intent
+from bcp.tiers.notes import Mark
 
 OPERATION = "0123456789abcdef"
 

@@ -1,0 +1,70 @@
+"""``bcp tiers FOLDER``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from bcp.cli.screen import as_json as with_json
+from bcp.cli.screen import clean, print_json, table, when
+from bcp.runtime.imports import importing
+
+__all__ = ["command"]
+
+
+@click.command("tiers")
+@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
+@with_json
+def command(folder: Path, *, as_json: bool) -> int:
+    """Show the snapshots in the memory of this host.
+
+    FOLDER is the directory of a run's tiers on a tmpfs of this host, as /dev/shm/bcp-0-1a2b3c4d5e6f. A job may train
+    meanwhile.
+    """
+    with importing:
+        from bcp.telemetry.amounts import bytes_words  # noqa: PLC0415 -- the help does not need it
+        from bcp.tiers.status import look  # noqa: PLC0415 -- same
+
+    memory = look(folder)
+    if as_json:
+        data = asdict(memory)
+        data["snapshots"] = [each | {"marked": each["marked"].isoformat()} for each in data["snapshots"]]
+        print_json(data)
+        return 0
+    agent = f"serves other hosts at {memory.address}" if memory.address else "serves no other host"
+    click.echo(clean(f"run     {memory.run or 'none yet'}"))
+    click.echo(clean(f"ranks   {_numbers(memory.ranks) or 'none lives here'}"))
+    click.echo(clean(f"agent   {agent if memory.is_served else 'none: start python -m bcp.agent'}"))
+    click.echo(clean(f"copies  {', '.join(memory.copies) or 'of no other host'}"))
+    columns = ["step", "marked", "size", "ranks", "copied from", "state"]
+    rows = [
+        [
+            each.step,
+            when(each.marked),
+            bytes_words(each.nbytes),
+            f"{_numbers(each.ranks)} of {each.world_size}",
+            each.copied_from,
+            each.state,
+        ]
+        for each in memory.snapshots
+    ]
+    if rows:
+        click.echo()
+        table(columns, rows, right=["step", "size"])
+    return 0
+
+
+def _numbers(ranks: tuple[int, ...]) -> str:
+    """Return ranks in few words: neighbours as a range."""
+    words: list[str] = []
+    first = last = None
+    for rank in (*ranks, None):
+        if last is not None and rank == last + 1:
+            last = rank
+            continue
+        if first is not None:
+            words.append(str(first) if first == last else f"{first}-{last}")
+        first = last = rank
+    return ", ".join(words)

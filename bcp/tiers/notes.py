@@ -1,0 +1,221 @@
+"""Notes in the memory of one host, for its trainers, its agent and people: small files that are replaced whole."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bcp._messages.tiers import Sources
+from bcp.errors import InputError, MessageError, StorageError
+from bcp.format.metadata import OPERATION
+
+__all__ = ["GONE", "LEFT", "NOTE_DIRECTORIES", "Mark", "Noted", "Notes", "told", "write_small"]
+
+ENDED, WANTED, COPIES, COPIED = "ended", "wanted", "copies", "copied"
+NOTE_DIRECTORIES = ENDED, WANTED, COPIES, COPIED
+TOKEN, ADDRESS, PORT, RUN, SOURCES, FINISHED = "token", "address", "port", "run", "sources", "finished"
+NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
+
+GONE = "GONE"
+"""Of a snapshot whose memory newer ones have, before it was durable."""
+
+LEFT = "LEFT"
+"""End of a snapshot that a later life of the job has not gone on from. No recovery takes it, and nobody drains it."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mark:
+    """The files of one rank in one save, which are whole."""
+
+    operation: str
+    rank: int
+
+    @classmethod
+    def of(cls, name: str) -> Mark | None:
+        """Return the mark of that name; None if it is the name of none."""
+        match = NAME.fullmatch(name)
+        return None if match is None else cls(match[2], int(match[1]))
+
+    @property
+    def name(self) -> str:
+        """Name of the intent."""
+        return f"{self.rank:05d}-{self.operation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A note about files that are copies.
+
+    Attributes:
+        name: of the host whose files they are.
+        age: when their fetch began, in seconds since the epoch.
+    """
+
+    name: str
+    age: float
+
+
+class Notes:
+    """The notes of one host.
+
+    Attributes:
+        root: the directory of the job on this host.
+    """
+
+    root: Path
+
+    # -- the agent's door --------------------------------------------------------------------------
+
+    def token(self) -> bytes:
+        """Return the job's secret; empty if this host has none yet."""
+        return self._small(TOKEN)
+
+    def put_token(self, token: bytes) -> None:
+        """Keep the job's secret, for the agent and the trainers of this host."""
+        with told(self.root / TOKEN):
+            if self.token() != token:
+                write_small(self.root / TOKEN, token, 0o600)
+
+    def address(self) -> str:
+        """Return where the agent of this host serves, as ``host:port``; empty if it does not."""
+        return self._small(ADDRESS).decode()
+
+    def put_address(self, address: str) -> None:
+        """Say where the agent serves."""
+        with told(self.root / ADDRESS):
+            write_small(self.root / ADDRESS, address.encode())
+
+    def port(self) -> int:
+        """Return the port at which the last agent of this host has served; 0 if there was none."""
+        text = self._small(PORT)
+        return int(text) if text.isdigit() else 0
+
+    def put_port(self, port: int) -> None:
+        """Keep the port for the next agent: other hosts know it."""
+        with told(self.root / PORT):
+            write_small(self.root / PORT, str(port).encode())
+
+    # -- whose memory it is ------------------------------------------------------------------------
+
+    def run(self) -> str:
+        """Return the path or URL of the run whose memory this is; empty if no run has used it yet."""
+        return self._small(RUN).decode(errors="replace")
+
+    def put_run(self, url: str) -> None:
+        """Say whose memory this is."""
+        with told(self.root / RUN):
+            write_small(self.root / RUN, url.encode(errors="surrogateescape"))
+
+    def check_run(self, url: str) -> None:
+        """Raise InputError if this is the memory of another run."""
+        if (other := self.run()) and other != url:
+            raise InputError(f"{self.root} is the memory of the run at {other}: pass its agent that place, not {url}")
+
+    def is_finished(self) -> bool:
+        """Whether the run has ended well since a life of it began."""
+        return (self.root / FINISHED).exists()
+
+    # -- copies of other hosts' files --------------------------------------------------------------
+
+    def sources(self) -> Sources:
+        """Return the hosts whose snapshots this one copies."""
+        try:
+            return Sources.decode(self._small(SOURCES), sender=0)
+        except MessageError:
+            return Sources((), ())
+
+    def put_sources(self, sources: Sources) -> None:
+        """Say whose snapshots this host is to copy."""
+        with told(self.root / SOURCES):
+            write_small(self.root / SOURCES, sources.encode())
+
+    def note_copies(self, marks: Iterable[Mark], name: str) -> None:
+        """Note that these files are copies of a host's, before they are fetched."""
+        for mark in marks:
+            path = self.root / COPIES / mark.name
+            with told(path):
+                if not path.exists():
+                    write_small(path, name.encode())
+
+    def copies(self) -> dict[Mark, Noted]:
+        """Return the files that are copies, whole or not, and whose."""
+        found = {}
+        with told(self.root):
+            for path in (self.root / COPIES).iterdir():
+                if mark := Mark.of(path.name):
+                    with suppress(FileNotFoundError):
+                        found[mark] = Noted(path.read_text(), path.stat().st_mtime)
+        return found
+
+    def forget_copy(self, mark: Mark) -> None:
+        """Forget that files were copies: they are gone."""
+        (self.root / COPIES / mark.name).unlink(missing_ok=True)
+
+    def note_copied(self, operation: str, number: int) -> None:
+        """Note that another host has copies of all files of a snapshot; hosts are told apart by a number."""
+        path = self.root / COPIED / f"{operation}-{number}"
+        with told(path):
+            path.touch(0o600)
+
+    def is_copied(self, operation: str, count: int) -> bool:
+        """Whether so many other hosts have copies of all files that this host has of a snapshot."""
+        return all((self.root / COPIED / f"{operation}-{number}").exists() for number in range(1, count + 1))
+
+    # -- what has become of saves ------------------------------------------------------------------
+
+    def end(self, operation: str, outcome: str) -> None:
+        """Note what has become of a save; nobody makes it durable again. One that was left behind stays so."""
+        path = self.root / ENDED / operation
+        with told(path):
+            if outcome == LEFT or self._small(f"{ENDED}/{operation}") != LEFT.encode():
+                write_small(path, outcome.encode())
+
+    def ended(self) -> dict[str, str]:
+        """Return what has become of each save that has ended, by its operation."""
+        found = {}
+        with told(self.root):
+            for path in (self.root / ENDED).iterdir():
+                if OPERATION.fullmatch(path.name):
+                    found[path.name] = path.read_text()
+        return found
+
+    def want(self, operation: str) -> None:
+        """Let a snapshot become durable that was to stay in memory: the job goes on from it."""
+        path = self.root / WANTED / operation
+        with told(path):
+            path.touch(0o600)
+
+    def wanted(self) -> set[str]:
+        """Return the operations of snapshots that shall become durable, whatever their intents say."""
+        with told(self.root):
+            return {path.name for path in (self.root / WANTED).iterdir()}
+
+    def _small(self, name: str) -> bytes:
+        try:
+            with told(self.root / name):
+                return (self.root / name).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+
+def write_small(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Write a small file whole; several processes may do so at once."""
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    temp.touch(mode, exist_ok=False)
+    temp.write_bytes(data)
+    temp.rename(path)
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Raise StorageError, which names the file, for an error of the system; a missing file is the caller's business."""
+    try:
+        yield
+    except (FileNotFoundError, StorageError):
+        raise
+    except OSError as error:
+        raise StorageError(f"the memory tier failed at {path}: {error}") from error

@@ -1,0 +1,112 @@
+"""What a host has in memory, for people and programs that look: nothing is changed, and nobody is kept waiting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bcp.errors import InputError
+from bcp.tiers.folder import INTENTS, NodeFolder
+from bcp.tiers.notes import LEFT, Mark
+
+__all__ = ["HostMemory", "HostSnapshot", "look"]
+
+WORDS = {"COMMITTED": "durable", LEFT: "given up", "REFUSED": "refused", "SUPERSEDED": "superseded"}
+
+
+@dataclass(frozen=True, slots=True)
+class HostSnapshot:
+    """The files of one snapshot on one host, its own or copies of those of another one.
+
+    Attributes:
+        step: of the training.
+        operation: id of the save.
+        ranks: whose files they are, of ``world_size``.
+        world_size: how many ranks have saved.
+        copied_from: name of the host whose files these are copies of; empty for this host's own.
+        nbytes: bytes of the data files.
+        marked: when the last of these ranks has begun its copy.
+        state: what has become of it.
+    """
+
+    step: int
+    operation: str
+    ranks: tuple[int, ...]
+    world_size: int
+    copied_from: str
+    nbytes: int
+    marked: datetime
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The memory of one host.
+
+    Attributes:
+        run: path or URL of the run; empty if no run has used it yet.
+        ranks: those that live on this host.
+        is_served: whether an agent serves it.
+        address: where the agent lets other hosts read; empty if it does not.
+        copies: names of the hosts that this one copies.
+        snapshots: whole ones, the newest first.
+    """
+
+    run: str
+    ranks: tuple[int, ...]
+    is_served: bool
+    address: str
+    copies: tuple[str, ...]
+    snapshots: tuple[HostSnapshot, ...]
+
+
+def look(root: Path) -> HostMemory:
+    """Look at the memory of this host. Blocks.
+
+    Raises:
+        InputError: the directory is no memory of a job, or another user's.
+        StorageError: it cannot be read.
+
+    """
+    if not (root / INTENTS).is_dir():
+        raise InputError(f"{root} is no memory of a job: pass the folder of its tiers, as /dev/shm/bcp-0-1a2b3c4d5e6f")
+    folder = NodeFolder(root)
+    copies, ages, files = folder.copies(), folder.ages(), folder.data_files()
+    groups: dict[tuple[str, str], list[Mark]] = {}
+    for mark in ages:
+        groups.setdefault((mark.operation, copies[mark].name if mark in copies else ""), []).append(mark)
+    found = []
+    for (operation, name), marks in groups.items():
+        with folder.holding(marks[0]) as held:
+            if held is None:
+                continue
+            intent = held.intent
+        found.append(
+            HostSnapshot(
+                step=intent.step,
+                operation=operation,
+                ranks=tuple(sorted(mark.rank for mark in marks)),
+                world_size=intent.world_size,
+                copied_from=name,
+                nbytes=sum(path.stat().st_size for mark in marks for path in files.get(mark, ())),
+                marked=datetime.fromtimestamp(max(ages[mark] for mark in marks), UTC),
+                state=_state(folder, operation, durable=intent.durable),
+            )
+        )
+    return HostMemory(
+        run=folder.run(),
+        ranks=tuple(folder.members()),
+        is_served=folder.is_served(),
+        address=folder.address(),
+        copies=folder.sources().nodes,
+        snapshots=tuple(sorted(found, key=lambda each: (-each.marked.timestamp(), each.copied_from))),
+    )
+
+
+def _state(folder: NodeFolder, operation: str, *, durable: bool) -> str:
+    """Say what has become of a snapshot, or what is to become of it."""
+    ended = folder.ended().get(operation)
+    if ended is not None:
+        return WORDS.get(ended, ended.lower())
+    return "on its way to storage" if durable or operation in folder.wanted() else "in memory"
