@@ -116,6 +116,8 @@ def committed(root: Path) -> list[int]:
     return sorted(int(path.parent.name.removeprefix("step-")) for path in root.glob(f"run/step-*/{METADATA_KEY}"))
 
 
+@pytest.mark.long
+@pytest.mark.kills
 def test_back_in_other_layouts_without_a_byte_of_storage(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
     """Four ranks and three, sharded and replicated, on two hosts; one life after the other. Nothing is in storage."""
     assert ranks4.run(trained, root, 3, (0, 0, 1, 1)) == [(0, 0)] * 4
@@ -165,6 +167,8 @@ def test_a_job_whose_agent_dies_with_it_comes_back(root: Path) -> None:
     assert not list(root.glob("node-0/model/*"))
 
 
+@pytest.mark.long
+@pytest.mark.kills
 def test_ranks_of_torchrun_are_killed_one_after_the_other(root: Path) -> None:
     """Four ranks on two hosts; torchrun ends those that are left. Then three ranks go on."""
     done = torchrun(4, tiered_job.__file__, str(root), "3", "itself")
@@ -208,6 +212,8 @@ def trained_with_copies(root: Path, steps: int, nodes: Sequence[int], kind: str 
     return first, hosts
 
 
+@pytest.mark.long
+@pytest.mark.kills
 def test_a_lost_host_is_replaced_by_copies(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
     """Each of four hosts has the files of the one before it. The next lives are on those that are left."""
     assert ranks4.run(trained_with_copies, root, 4, (0, 1, 2, 3)) == [(0, 0)] * 4
