@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,11 @@ def agents_of(root: Path) -> list[psutil.Process]:
 
 
 def kill_agents(root: Path) -> None:
+    """Kill agents; nobody may wait for those that are dead, for nobody reaps the children of a killed one."""
     for process in agents_of(root):
-        process.kill()
-    psutil.wait_procs(agents_of(root), SECONDS)
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    until(lambda: not agents_of(root), "they are dead")
 
 
 @pytest.fixture
