@@ -103,6 +103,7 @@ class Holdings(Message, frozen=True):
     held: tuple[HeldRanks, ...]
     address: str = ""  # where its agent serves
     token: bytes = b""  # the job's secret, if the host has it
+    host: str = ""  # identity of the host's network, other than that of another host
 
 
 class Recovery(Message, frozen=True):

@@ -8,7 +8,6 @@ copies is used again for the next ones.
 from __future__ import annotations
 
 import mmap
-import os
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +17,7 @@ import anyio
 
 from bcp._log import log
 from bcp._messages.tiers import Offered, Sources
-from bcp.backends.files import fallocate
-from bcp.errors import BcpError, CorruptError, StorageError
+from bcp.errors import BcpError, CorruptError
 from bcp.format.container import digest
 from bcp.format.metadata import receipt_key
 from bcp.format.receipt import FileReceipt, Receipt, decode_receipt
@@ -161,30 +159,23 @@ class Copier:
 
     def _room(self, path: Path, nbytes: int) -> mmap.mmap | bytearray:
         """Return the memory of a file: that of an old copy of this size, or new memory. Blocks."""
-        with told(path):
+        with told(path), self.folder.arranging():
             path.parent.mkdir(0o700, exist_ok=True)
+            if path.exists() and path.stat().st_size != nbytes:
+                path.unlink()
             if not path.exists():
                 old = next((each for each in self._free() if each.stat().st_size == nbytes), None)
-                if old is not None:
+                if old is None:
+                    self.folder.make(path, nbytes, "a copy of another host's file")
+                else:
                     old.rename(path)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                os.ftruncate(fd, nbytes)
-                if not nbytes:
-                    return bytearray()
-                fallocate(fd, nbytes)
-                return mmap.mmap(fd, nbytes)
-            except OSError as error:
-                path.unlink()
-                raise StorageError(
-                    f"{self.folder.root} has no room for {path.name}, {nbytes} bytes of a copy: {error}. Give the file "
-                    "system more room (mount -o remount,size=...)"
-                ) from error
-            finally:
-                os.close(fd)
+        if not nbytes:
+            return bytearray()
+        with path.open("r+b") as file:
+            return mmap.mmap(file.fileno(), nbytes)
 
     def _free(self) -> list[Path]:
-        """Return the files of copies that are not needed any more; they count no more. Blocks."""
+        """Return the files of copies that are not needed any more; they count no more. Blocks, while arranging."""
         copies, there = self.folder.copies(), self.folder.data_files()
         ages = {mark: age for mark, age in self.folder.ages().items() if mark not in copies}
         own = {mark.operation: age for mark, age in ages.items()}
@@ -195,7 +186,7 @@ class Copier:
 
     def _tidy(self) -> None:
         """Give back the memory of copies that are not needed any more. Blocks."""
-        with told(self.folder.root):
+        with told(self.folder.root), self.folder.arranging():
             for path in self._free():
                 path.unlink(missing_ok=True)
             there = self.folder.data_files()

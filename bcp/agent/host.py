@@ -16,7 +16,7 @@ import anyio
 
 from bcp.agent.loop import Agent
 from bcp.agent.serve import serving
-from bcp.backends.local import absolute
+from bcp.backends.local import fixed
 from bcp.errors import InputError, StorageError
 from bcp.tiers.folder import NodeFolder
 
@@ -67,9 +67,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace, folder: NodeFolder) -> int:
     """Serve until no rank lives here and nothing is left to do. A rank that comes meanwhile is served, too."""
-    durable = arguments.durable
-    if "://" not in durable:
-        durable = os.path.abspath(absolute(durable))  # noqa: PTH100 -- links stay, as in the path of a run
+    durable = fixed(arguments.durable)
     with folder.serving() as lock:
         if lock is None:
             sys.stderr.write(f"there is an agent for {arguments.folder} already\n")

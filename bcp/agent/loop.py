@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -22,17 +22,14 @@ from bcp.errors import BcpError, CorruptError
 from bcp.protocols import Backend
 from bcp.runtime.threads import in_thread
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import Mark
+from bcp.tiers.notes import COMMITTED, REFUSED, SUPERSEDED, Mark
 
 __all__ = ["Agent"]
 
 LONGEST_PAUSE_SECONDS = 30.0
 
-SUPERSEDED = "SUPERSEDED"
-"""End of a snapshot whose files of this host are in storage, and those of other hosts may have gone for a newer one.
-
-Nothing is lost where they have not: the last host commits.
-"""
+ENDS = {Outcome.COMMITTED: COMMITTED, Outcome.REFUSED: REFUSED}
+"""Outcomes that are noted, for the trainers and for later lives of the agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +114,9 @@ class Agent:
 
         """
         waiting, is_next, wanted = False, is_alone, await in_thread(self.folder.wanted)
-        for generation in await in_thread(self._generations):
+        generations = await in_thread(self._generations)
+        self._forget_others({each.intent.operation for each in generations})
+        for generation in generations:
             intent = generation.intent
             if not (intent.durable or intent.operation in wanted or is_next):
                 continue
@@ -130,8 +129,8 @@ class Agent:
                 waiting = True
                 continue
             outcome = await self._advance(generation, child(store, intent.place) if intent.place else store)
-            if outcome in (Outcome.COMMITTED, Outcome.REFUSED):
-                await in_thread(self.folder.end, intent.operation, outcome.name)
+            if outcome in ENDS:
+                await in_thread(self.folder.end, intent.operation, ENDS[outcome])
                 log.info("a snapshot has ended", step=intent.step, operation=intent.operation, outcome=outcome.value)
             if outcome is Outcome.COMMITTED:
                 self._committed_age = max(self._committed_age, generation.age)
@@ -168,6 +167,12 @@ class Agent:
             self._put_off(intent.operation)
         return outcome
 
+    def _forget_others(self, operations: Collection[str]) -> None:
+        """Forget the tries of snapshots that have ended."""
+        for tries in (self._tries, self._next_try, self._waits_since):
+            for operation in tries.keys() - operations:
+                del tries[operation]
+
     def _put_off(self, operation: str) -> None:
         """Try a snapshot again after a pause, twice as long each time."""
         count = self._tries[operation] = self._tries.get(operation, 0) + 1
@@ -186,7 +191,7 @@ class Agent:
             there = list(marks)
             own, copied = [each for each in there if each not in copies], [each for each in there if each in copies]
             age = max(ages[mark] for mark in own or copied)
-            if ended.get(operation) == Outcome.COMMITTED.name:  # by an earlier life of this agent, too
+            if ended.get(operation) == COMMITTED:  # by an earlier life of this agent, too
                 self._committed_age = max(self._committed_age, age)
             if operation in ended:
                 continue

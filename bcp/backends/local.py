@@ -320,6 +320,19 @@ def _name(name: str) -> str:
     return name
 
 
+def fixed(place: str) -> str:
+    """Return a URL as it is, and a path as an absolute one without ``~``: the process may change its directory.
+
+    Links stay as they are. Raises InputError as :func:`absolute`.
+
+    Example:
+        >>> fixed("s3://bucket/run-7")
+        's3://bucket/run-7'
+
+    """
+    return place if "://" in place else os.path.abspath(absolute(place))  # noqa: PTH100 -- it follows no link
+
+
 def absolute(root: str) -> Path:
     """Return a directory by its absolute path, with the home in the place of ``~``.
 

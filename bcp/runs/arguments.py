@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from bcp.backends.local import absolute
+from bcp.backends.local import fixed
 from bcp.errors import InputError
 from bcp.options import SaveOptions
 from bcp.policies.save import SavePolicy, as_save_policy, divided
@@ -33,7 +33,7 @@ def place_of(path: object) -> str:
     place = os.fspath(path)
     if not isinstance(place, str) or not place:
         raise InputError(f"path={path!r} is no path; pass a directory or a URL, as 'ckpt/run-7'")
-    return place if "://" in place else os.path.abspath(absolute(place))  # noqa: PTH100 -- links stay
+    return fixed(place)
 
 
 def check_arguments(

@@ -5,37 +5,24 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import anyio
 
 from bcp._log import log
 from bcp.errors import StorageError
 from bcp.events import SaveResult
+from bcp.runs.tiered import Tiered
 from bcp.runtime import bridge as _bridge
 from bcp.runtime.bridge import Background
 from bcp.runtime.threads import in_thread
 
-__all__ = ["Drains", "Tier"]
+__all__ = ["Drains"]
 
 TELL_SECONDS = 10.0
 """Between two lines about snapshots that the end of a run waits for."""
 
 ALONE_SECONDS = 30.0
 """How long the end of a run waits for an agent where there is none."""
-
-
-class Tier(Protocol):
-    """A memory tier, as the end of a run sees it. All methods are called in a thread."""
-
-    def want(self, operation: str) -> None:
-        """Let a snapshot become durable that was to stay in memory."""
-
-    def is_served(self) -> bool:
-        """Whether an agent serves this host."""
-
-    def no_agent(self) -> str:
-        """Say what to do if none does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +74,7 @@ class Drains:
         """Take note of a save that agents will have."""
         self._saves = {other: each for other, each in [*self._saves.items()] if not each.done()} | {step: save}
 
-    async def kept(
+    def kept(
         self, step: int, kept: SaveResult, durable: Callable[[SaveResult], Awaitable[SaveResult]], *, stays: bool
     ) -> Callable[[], Awaitable[SaveResult]]:
         """Take note of a snapshot that all ranks have marked; return what waits until it is durable."""
@@ -95,7 +82,7 @@ class Drains:
         self.newest, self.staying = step, Staying(step, kept.operation, drained) if stays else None
         return drained
 
-    async def promote(self, tier: Tier) -> Background[SaveResult] | None:
+    async def promote(self, tier: Tiered) -> Background[SaveResult] | None:
         """Let the newest snapshot become durable, though it was to stay in memory; None if there is no such one."""
         staying, self.staying = self.staying, None
         if staying is None:
@@ -126,7 +113,7 @@ class Drains:
 
         self._adopted = step, _bridge.start(wait, name=f"upload of step {step} from memory", daemon=True)
 
-    async def ended(self, tier: Tier, patience: float, warn: Callable[..., None]) -> bool:
+    async def ended(self, tier: Tiered, patience: float, warn: Callable[..., None]) -> bool:
         """Wait at the end of a run until agents have made durable what shall be, at most so many seconds.
 
         Returns:

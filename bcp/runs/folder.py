@@ -164,8 +164,10 @@ class Folder:
     async def leftovers(self, live: Collection[int]) -> list[int]:
         """List the remains that may be removed: half-deleted checkpoints, and interrupted saves.
 
-        A save that was interrupted counts once a newer checkpoint is committed. A folder that stays after its removal,
-        for somebody has put other files there, is not listed again by this job. A folder that cannot be read is none.
+        A save that was interrupted counts once a newer checkpoint is committed. If agents had a part in it, their
+        records go now, and it counts the next time: until then one of them may commit. A folder that stays after its
+        removal, for somebody has put other files there, is not listed again by this job. A folder that cannot be read
+        is none.
 
         Args:
             live: steps that are being saved now; they are left out.

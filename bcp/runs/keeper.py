@@ -9,13 +9,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
-import anyio
-
 from bcp._job import Permit
 from bcp._log import log
 from bcp.errors import (
     BcpError,
-    CheckpointError,
     CorruptError,
     FormatVersionError,
     InputError,
@@ -32,6 +29,7 @@ from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger
 from bcp.runs.resuming import Candidates, Choice, Resumed
 from bcp.runs.roles import Roles, has_roles
+from bcp.runs.uploads import Uploads
 
 __all__ = ["End", "Keeper"]
 
@@ -39,9 +37,6 @@ End = Literal["finished", "preempted", "failed"]
 
 SHOWN = 10
 """Steps in a message."""
-
-LOOK_SECONDS = 2.0
-"""Between two looks at storage for a save that agents make durable."""
 
 ANY = Goal()
 """The newest checkpoint, whatever its trust."""
@@ -52,10 +47,12 @@ class Keeper:
 
     Attributes:
         began: when this life of the job took the folder, in monotonic seconds.
+        uploads: of agents, as storage shows them.
     """
 
     def __init__(self, folder: Folder, keep: KeepPolicy, roles: Roles | None = None) -> None:
         self._folder, self._keep, self._roles = folder, keep, roles
+        self.uploads = Uploads(folder)
         self._distrusted: set[int] = set()
         self._there: set[int] = set()
         self._tried: set[int] = set()
@@ -279,7 +276,7 @@ class Keeper:
         with suppress(RunTakenError, FormatVersionError):  # the save raises it
             await self.check_owner()
         ledger, entry = self._folder.ledger, self._entry(step)
-        if by_agents and not await self._can_be_read(step):
+        if by_agents and not await self.uploads.can_replace(step):
             self._staying[step] = "is damaged", "a newer step is committed"
             return True
         if ledger is None or entry is None or step in self._own:
@@ -290,17 +287,6 @@ class Keeper:
         elif step in self._untouched_now(ledger):
             self._staying[step] = "is from before", "a checkpoint of this life is verified"
         return step in self._staying
-
-    async def _can_be_read(self, step: int) -> bool:
-        """Whether no folder of a step has metadata that are damaged."""
-        for name in self._folder.names_of(step):
-            try:
-                await self._folder.read_commit(name)
-            except FileNotFoundError:
-                continue
-            except CheckpointError:
-                return False
-        return True
 
     def permit(self, step: int, name: str) -> Permit:
         """Return what a save of this step into this folder is asked for before its bytes, and before its commit."""
@@ -342,32 +328,6 @@ class Keeper:
         except FileNotFoundError:
             return ""
 
-    async def end_uploads(self, uploads: Collection[tuple[str, str]]) -> None:
-        """End uploads of earlier lives of the job, which nobody goes on from.
-
-        Args:
-            uploads: the folder of each, and its operation.
-
-        """
-        try:
-            for name, operation in sorted(uploads):
-                await self._folder.end_uploads(name, operation)
-        except StorageError as error:
-            log.warning("uploads that are given up may still be committed, for storage failed: %s", error)
-
-    async def branch(self) -> str | None:
-        """Return the branch of the run as storage has it: snapshots in memory of another one count for nothing.
-
-        None if there is no ledger that can be read.
-
-        Raises:
-            FormatVersionError: a newer bcp has written the ledger.
-            StorageError: storage failed.
-
-        """
-        ledger = self._folder.ledger or await self._folder.peek()
-        return None if ledger is None else f"{ledger.run_id}/{ledger.branch}"
-
     async def listed_again(self, step: int) -> Sequence[str]:
         """List the folders of all steps once more: an agent may have committed meanwhile.
 
@@ -380,13 +340,6 @@ class Keeper:
         if self._went_back:
             self._left_behind |= {newer for newer in listed if newer > step}
         return [name for each in listed for name in self._folder.names_of(each)]
-
-    async def uploaded(self, name: str, operation: str) -> bool:
-        """Wait until agents have committed a save, however long that takes; False if another one is in its place."""
-        while True:
-            with suppress(StorageError, FileNotFoundError):
-                return (await self._folder.read_commit(name)).operation == operation
-            await anyio.sleep(LOOK_SECONDS)
 
     def is_suspect(self, step: int) -> bool:
         """Whether the checkpoint of a step is marked as suspect."""

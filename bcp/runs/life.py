@@ -92,7 +92,7 @@ class RunLife:
                 yield from noting(errors, partial(self._keeper.close, "failed" if interrupt else end))
         finally:
             self._is_over = True
-            self._saves.drains.stop()
+            self._saves.stop()
             if self._meetings is not None:
                 self._meetings.close()
             self._preemption.close()

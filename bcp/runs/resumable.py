@@ -233,21 +233,21 @@ class ResumableRun(MarkedRun):
             return resumed
         found = tiers.found if resumed.name.startswith(MEMORY) else None
 
-        async def ended(uploads: Collection[tuple[str, str]]) -> Settled:
+        async def give_up(uploads: Collection[tuple[str, str]]) -> Settled:
             keeper = _of(self._keeper)
-            await keeper.end_uploads(uploads)
-            folders, branch = await keeper.listed_again(resumed.step), await keeper.branch()
+            await keeper.uploads.end(uploads)
+            folders, branch = await keeper.listed_again(resumed.step), await keeper.uploads.branch()
             is_durable = found is not None and keeper.has(found.step)
             return Settled(is_durable, branch or "", tuple(folders))
 
-        settled: Settled = yield partial(tiers.settle, self._ranks, keep=found is not None, ended=ended)
+        settled: Settled = yield partial(tiers.settle, self._ranks, keep=found is not None, give_up=give_up)
         resumed = replace(resumed, folders=tuple(dict.fromkeys((*resumed.folders, *settled.folders))))
         if found is None:
             return resumed
         if keeper is not None and not settled.durable:
             self._saver.metrics[found.step] = found.metrics
-            uploaded = partial(keeper.uploaded, found.place, found.operation)
-            self._saves.drains.adopt(found.step, uploaded, self._saves.begin_keeping)
+            ended = partial(keeper.uploads.ended, found.place, found.operation)
+            self._saves.drains.adopt(found.step, ended, self._saves.begin_keeping)
         return replace(resumed, name=found.place, hosts=found.hosts)
 
     def _load_chosen(self, chosen: _Chosen) -> Body[Resumed]:
@@ -282,7 +282,7 @@ class ResumableRun(MarkedRun):
 
     async def _branch(self) -> str | None:
         """Return the branch of the run; asked on rank 0."""
-        return await _of(self._keeper).branch()
+        return await _of(self._keeper).uploads.branch()
 
     async def _candidates(self, goal: Goal) -> Candidates:
         """List the checkpoints to try, on rank 0, and the snapshot in memory before those that are not newer."""

@@ -277,7 +277,8 @@ class Run(ResumableRun):
         staying = self._saves.drains.staying
         if staying is not None:
             self._saves.outcomes.begun(staying.step)
-        return (yield partial(self._saves.drains.promote, self._tiered))  # type: ignore[no-any-return]  # of Body
+        promoted: Background[SaveResult] | None = yield partial(self._saves.drains.promote, self._tiered)
+        return promoted
 
     def committed(self) -> Sequence[int]:
         """Return the steps that have become durable since the last call, oldest first; the same on all ranks.

@@ -25,7 +25,7 @@ import anyio
 
 from bcp._calls import SaveCall
 from bcp._log import log
-from bcp.errors import ExistsError, InputError, PeerError, RunTakenError
+from bcp.errors import BcpError, ExistsError, InputError, PeerError, RunTakenError
 from bcp.events import SaveResult
 from bcp.options import Graph, SaveOptions
 from bcp.pipeline import Stage
@@ -93,6 +93,7 @@ class Saves:
         self._tolerated: BaseException | None = None
         self._newest: Background[SaveResult] | None = None
         self._keeping: set[Background[None]] = set()
+        self._looking: Background[None] | None = None
         self.drains = Drains(self.committed, self.failed)
         self._order = anyio.Lock()
         self._taken: RunTakenError | None = None
@@ -262,13 +263,26 @@ class Saves:
             await self.failed(step, error)
             raise
         self.stall, self.durable = kept.blocking_seconds + kept.step_wait_seconds, kept.seconds
-        drained = await self.drains.kept(step, kept, durable, stays=stays)
+        drained = self.drains.kept(step, kept, durable, stays=stays)
         handed_over()
+        if self._looking is None or self._looking.done():  # one look at a time: storage may be silent
+            self._looking = _bridge.start(lambda _: self._look(), name="look whose the run is", daemon=True)
+        return kept if stays else await drained()
+
+    async def _look(self) -> None:
+        """Look whether the job still has the run's folder; if not, the next call of the trainer raises the error."""
         try:
             await self._check_owner()
-        except RunTakenError as error:  # the next call of the trainer raises it
+        except RunTakenError as error:
             self._taken = error
-        return kept if stays else await drained()
+        except BcpError as error:
+            log.warning("the run's ledger cannot be read, and training goes on: %s", error)
+
+    def stop(self) -> None:
+        """Wait for agents no more, and look no more: the run is over."""
+        self.drains.stop()
+        if self._looking is not None:
+            self._looking.cancel()
 
     async def failed(self, step: int, error: BaseException) -> None:
         """Call the user's callback for a failed save."""

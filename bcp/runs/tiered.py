@@ -28,13 +28,13 @@ from bcp.protocols import Coordinator, States
 from bcp.runtime.threads import in_thread
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
-from bcp.tiers.notes import GONE, LEFT, Mark
+from bcp.tiers.notes import COMMITTED, GONE, LEFT, SUPERSEDED, Mark
 from bcp.tiers.options import Tiers
-from bcp.tiers.recovery import Found, find_whole
+from bcp.tiers.recovery import Found, Hosts, find_whole
 from bcp.tiers.saving import Aim
 from bcp.tiers.starting import await_agent, start_agent
 
-__all__ = ["MEMORY", "Ended", "Tiered", "tiered"]
+__all__ = ["MEMORY", "GiveUp", "Tiered", "tiered"]
 
 MEMORY = "memory/"
 """Before the name of a folder: its checkpoint is read from the memories of the hosts."""
@@ -43,10 +43,9 @@ LOOK_SECONDS = 0.1
 ALONE_SECONDS = 30.0
 """How long a host may be without an agent before that is told."""
 
-COMMITTED = "COMMITTED"
 _LOOPBACK = "127.0.0.1"
 
-Ended = Callable[[Collection[tuple[str, str]]], Awaitable[Settled]]
+GiveUp = Callable[[Collection[tuple[str, str]]], Awaitable[Settled]]
 """Ends uploads in storage; takes place and operation of each."""
 
 
@@ -84,13 +83,20 @@ class Tiered:
         sources = hosts.copied_by(self._node, self._tiers.copies - 1, self._tiers.stride)
         await in_thread(self._joined.folder.put_sources, sources)
         self._joined.copies = len(sources.nodes)
-        if ranks.rank == 0 and len(sources.nodes) < self._tiers.copies - 1:
+        if ranks.rank == 0:
+            self._tell(hosts, len(sources.nodes))
+        return self.found
+
+    def _tell(self, hosts: Hosts, copies: int) -> None:
+        """Tell of newer snapshots that are not whole, and of copies that the job has too few hosts for."""
+        for reason in hosts.reasons:
+            log.warning("a snapshot in memory is passed over: %s", reason)
+        if copies < self._tiers.copies - 1:
             log.warning(
                 "the job has too few hosts for the copies that were asked for",
                 copies=self._tiers.copies,
                 hosts=len(hosts.names),
             )
-        return self.found
 
     async def forget_found(self) -> None:
         """End the connections to other hosts."""
@@ -98,13 +104,13 @@ class Tiered:
         if found is not None:
             await found.storage.aclose()
 
-    async def settle(self, ranks: Coordinator, *, keep: bool, ended: Ended) -> Settled:
+    async def settle(self, ranks: Coordinator, *, keep: bool, give_up: GiveUp) -> Settled:
         """Give up all snapshots but the one that the run goes on from, which is to become durable. Collective.
 
         Args:
             ranks: of the run.
             keep: whether the run goes on from the snapshot that was found.
-            ended: ends uploads of the others in storage; called on rank 0.
+            give_up: ends uploads of the others in storage; called on rank 0.
 
         """
         found = self.found if keep else None
@@ -113,7 +119,7 @@ class Tiered:
         async def answer(messages: Sequence[bytes]) -> bytes:
             told = LeftBehind.decode_all(messages)
             left = {each for one in told for each in zip(one.places, one.operations, strict=True)}
-            return (await ended(left)).encode()
+            return (await give_up(left)).encode()
 
         async with collective_operation(ranks.begin("settle what is in memory", self._options.timeout)) as agreement:
             message = own if isinstance(own, BcpError) else own.encode()
@@ -287,7 +293,7 @@ def tiered(
 
 def _never(step: int, outcome: str) -> str:
     """Say why a snapshot does not become durable."""
-    if outcome in (GONE, "SUPERSEDED"):
+    if outcome in (GONE, SUPERSEDED):
         return (
             f"the snapshot of step {step} has not become durable: newer ones came before storage had it. Let fewer "
             "saves be durable, or make storage faster"

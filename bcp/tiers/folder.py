@@ -10,6 +10,7 @@ exclusive one, and removes the mark first. The kernel gives up the locks of a pr
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -22,6 +23,7 @@ from pathlib import Path
 from bcp._log import log
 from bcp._messages.tiers import Intent, Sources
 from bcp.backends import LocalBackend
+from bcp.backends.files import fallocate
 from bcp.errors import CheckpointError, CorruptError, InputError, StorageError
 from bcp.format.container import digest
 from bcp.format.metadata import OPERATION, owner_of, receipt_key
@@ -202,6 +204,35 @@ class NodeFolder(Notes, HostLocks):
                 self._path(mark).unlink(missing_ok=True)
                 (self.root / receipt_key(mark.rank, mark.operation)).unlink(missing_ok=True)
             return True
+
+    def make(self, path: Path, nbytes: int, what: str) -> None:
+        """Make a file with all of its memory: a write to memory that is not there would kill the process (SIGBUS).
+
+        Args:
+            path: of the file, which is not there.
+            nbytes: its size.
+            what: needs it, for the message.
+
+        Raises:
+            StorageError: there is no room.
+
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            if nbytes:
+                fallocate(fd, nbytes)
+        except OSError as error:
+            path.unlink()
+            if error.errno != errno.ENOSPC:
+                raise
+            room = os.statvfs(self.root)
+            left, all_of_it = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+            raise StorageError(
+                f"{self.root} has {left} of {all_of_it} bytes left, and {what} needs {nbytes} more for {path.name}: "
+                "give the file system more room (mount -o remount,size=...)"
+            ) from error
+        finally:
+            os.close(fd)
 
     def data_files(self) -> dict[Mark, list[Path]]:
         """List all data files, marked or not, by the save and the rank in their names."""

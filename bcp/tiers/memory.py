@@ -6,7 +6,6 @@ names to files of an older one, which stay mapped.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from bcp.backends.files import fallocate
 from bcp.errors import StorageError
 from bcp.runtime.staging import map_file
 from bcp.stages.items import WriteItem
@@ -161,7 +159,8 @@ class TierMemory:
             self._mapped.pop(_inode(path), None)  # the next file may get its number
             path.unlink()
         for path, nbytes in missing.items():
-            self._make(path, nbytes)
+            self.folder.make(path, nbytes, f"the snapshot of rank {self.rank}")
+            self._mapped.pop(_inode(path), None)  # that of a file that somebody has deleted
             self._open[path.relative_to(self.folder.root).as_posix()] = self._of(path, nbytes)
         alive = {_inode(path) for paths in self.folder.data_files().values() for path in paths}
         self._mapped = {inode: each for inode, each in self._mapped.items() if inode in alive}
@@ -203,25 +202,6 @@ class TierMemory:
             finally:
                 os.close(fd)
         return self._mapped[inode]
-
-    def _make(self, path: Path, nbytes: int) -> None:
-        """Make a file with all of its memory: a write to memory that is not there would kill the process (SIGBUS)."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            self._mapped.pop(_inode(path), None)  # that of a file that somebody has deleted
-            fallocate(fd, nbytes)
-        except OSError as error:
-            path.unlink()
-            if error.errno != errno.ENOSPC:
-                raise
-            room = os.statvfs(self.folder.root)
-            left, all_of_it = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-            raise StorageError(
-                f"{self.folder.root} has {left} of {all_of_it} bytes left, and the snapshot of rank {self.rank} "
-                f"needs {nbytes} more for {path.name}: give the file system more room (mount -o remount,size=...)"
-            ) from error
-        finally:
-            os.close(fd)
 
 
 def _missing(sizes: Collection[int], free: Collection[Path]) -> bool:

@@ -13,12 +13,32 @@ from bcp._messages.tiers import Sources
 from bcp.errors import InputError, MessageError, StorageError
 from bcp.format.metadata import OPERATION
 
-__all__ = ["GONE", "LEFT", "NOTE_DIRECTORIES", "Mark", "Noted", "Notes", "told", "write_small"]
+__all__ = [
+    "COMMITTED",
+    "GONE",
+    "LEFT",
+    "NOTE_DIRECTORIES",
+    "REFUSED",
+    "SUPERSEDED",
+    "Mark",
+    "Noted",
+    "Notes",
+    "told",
+    "write_small",
+]
 
 ENDED, WANTED, COPIES, COPIED = "ended", "wanted", "copies", "copied"
 NOTE_DIRECTORIES = ENDED, WANTED, COPIES, COPIED
 TOKEN, ADDRESS, PORT, RUN, SOURCES, FINISHED = "token", "address", "port", "run", "sources", "finished"
 NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
+
+COMMITTED, REFUSED = "COMMITTED", "REFUSED"
+
+SUPERSEDED = "SUPERSEDED"
+"""End of a snapshot whose files of this host are in storage, and those of other hosts may have gone for a newer one.
+
+Nothing is lost where they have not: the last host commits.
+"""
 
 GONE = "GONE"
 """Of a snapshot whose memory newer ones have, before it was durable."""

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from bcp._agree import capture_error, collective_operation, gather_broadcast
 from bcp._messages.tiers import Digested, HeldRanks, Holdings, Intent, MadeMetadata, Recovery, Sources
 from bcp._sockets import new_token
-from bcp.errors import BcpError, CorruptError
+from bcp.coordinators.hosts import identity
+from bcp.errors import BcpError, CorruptError, InputError
 from bcp.format.metadata import encode_metadata
 from bcp.format.receipt import receipt_digest
 from bcp.plan.columns import Ints
@@ -52,7 +53,6 @@ class Found:
         hosts: how many of them have files of it.
         metrics: of the step.
         storage: reads it.
-        reasons: why newer ones are not whole.
     """
 
     operation: str
@@ -61,7 +61,6 @@ class Found:
     hosts: int
     metrics: Mapping[str, float]
     storage: NearBackend
-    reasons: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,12 @@ class Hosts:
     Attributes:
         names: in the order of their first ranks.
         addresses: where their agents serve; empty for one that serves nobody.
+        reasons: why snapshots that are newer than the chosen one, or all of them, are passed over.
     """
 
     names: tuple[str, ...]
     addresses: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
 
     def copied_by(self, name: str, copies: int, stride: int) -> Sources:
         """Return the hosts whose snapshots one host copies: those ``stride`` hosts before it, twice as many, and so on.
@@ -126,7 +127,7 @@ async def find_whole(
             told = await gather_broadcast(agreement, "memory", ranks.rank, own, leader.choose)
             answer = Recovery.decode(told, sender=0)
             await in_thread(folder.put_token, answer.token)
-            hosts = Hosts(answer.nodes, answer.addresses)
+            hosts = Hosts(answer.nodes, answer.addresses, answer.reasons)
             if not answer.operation:
                 return None, hosts
             share = (await _digests(folder, answer, ranks.rank)).encode()
@@ -135,10 +136,7 @@ async def find_whole(
             if made.metadata:
                 copies = _copies(answer, folder, node, reach)
                 storage, count = NearBackend(made.metadata, copies), len({*_numbers(answer.holder).tolist()})
-                found = Found(
-                    answer.operation, answer.step, made.place, count, storage.metrics, storage, answer.reasons
-                )
-                return found, hosts
+                return Found(answer.operation, answer.step, made.place, count, storage.metrics, storage), hosts
 
 
 @dataclass(slots=True)
@@ -159,6 +157,11 @@ class _Leader:
         first = {each.node: each for each in reversed(told)}
         names = list(dict.fromkeys(each.node for each in told))
         number = {name: host for host, name in enumerate(names)}
+        if twins := sorted(name for name in names if len({each.host for each in told if each.node == name}) > 1):
+            raise InputError(
+                f"several hosts have the name {twins[0]!r} in the memory tier: give each host another one, as in "
+                "bcp.Tiers(node=socket.gethostname())"
+            )
         token = next((each.token for each in told if each.token), b"") or new_token().encode()
         held = [first[name].held for name in names]
         others: dict[str, str] = {}
@@ -240,7 +243,7 @@ def _holdings(folder: NodeFolder, node: str) -> Holdings:
         if held:
             ranks = sorted(intent.rank for intent in held)
             found.append(HeldRanks(operation, held[0].step, held[0].world_size, _packed(ranks), held[0].branch))
-    return Holdings(node, tuple(found), folder.address(), folder.token())
+    return Holdings(node, tuple(found), folder.address(), folder.token(), identity())
 
 
 def _holding(held: HeldRanks) -> Holding:

@@ -83,7 +83,10 @@ def _serves(folder: NodeFolder) -> bool:
 def _await(folder: NodeFolder, pid: int, until: float) -> None:
     """Wait until the agent serves. Raises StorageError, with its own words, if it does not."""
     while not _serves(folder):
-        has_ended, status = os.waitpid(pid, os.WNOHANG)
+        try:
+            has_ended, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:  # this process ignores the ends of its children
+            has_ended, status = 0, 0
         if has_ended or time.monotonic() > until:
             what = f"has ended with {os.waitstatus_to_exitcode(status)}" if has_ended else "does not serve"
             if not has_ended:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from bcp.errors import InputError
 from bcp.tiers.folder import INTENTS, NodeFolder
-from bcp.tiers.notes import LEFT, Mark
+from bcp.tiers.notes import COMMITTED, LEFT, REFUSED, SUPERSEDED, Mark
 
 __all__ = ["HostMemory", "HostSnapshot", "look"]
 
-WORDS = {"COMMITTED": "durable", LEFT: "given up", "REFUSED": "refused", "SUPERSEDED": "superseded"}
+WORDS = {COMMITTED: "durable", LEFT: "given up", REFUSED: "refused", SUPERSEDED: "superseded"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from agents import until
 from keeping_job import NODES, states
 
 import bcp
@@ -74,13 +74,6 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
             for process in [*psutil.Process(agent.pid).children(), agent] if agent.poll() is None else []:
                 process.kill()
             agent.wait()
-
-
-def until(is_true: Callable[[], object], why: str) -> None:
-    end = time.monotonic() + SECONDS
-    while not is_true():
-        assert time.monotonic() < end, why
-        time.sleep(0.02)
 
 
 def test_the_last_snapshot_of_a_killed_job_becomes_durable(hosts: Hosts) -> None:

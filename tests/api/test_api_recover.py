@@ -69,6 +69,7 @@ class Hosts:
     def __init__(self, root: Path, nodes: int = 2) -> None:
         self.root = root
         self.folders = [NodeFolder(root / f"node-{node}") for node in range(nodes)]
+        self.reasons: tuple[str, ...] = ()
 
     def train(self, *steps: int) -> dict[int, str]:
         """Let four ranks, two on each of two hosts, keep a snapshot of each step, and die; return their operations."""
@@ -111,7 +112,9 @@ class Hosts:
 
         async def call(rank: int, ranks: Any) -> Any:
             here = self.folders[nodes[rank]]
-            return (await find_whole(ranks, lambda: here, f"node-{nodes[rank]}", 60.0, reach))[0]
+            found, told = await find_whole(ranks, lambda: here, f"node-{nodes[rank]}", 60.0, reach)
+            self.reasons = told.reasons
+            return found
 
         found = on_ranks(len(nodes), call)
         for each in found:
@@ -179,8 +182,7 @@ def test_a_host_is_wiped_whose_files_nobody_has(hosts: Hosts) -> None:
     hosts.wipe(1)
     found = hosts.find((0, 0, 0))
     assert hosts.load(found) == 3
-    assert found[0] is not None
-    assert found[0].reasons == ("step 4: no host has the files of rank 2 and 1 more",)
+    assert hosts.reasons == ("step 4: no host has the files of rank 2 and 1 more",)
 
 
 def test_nothing_is_whole(hosts: Hosts) -> None:
@@ -232,8 +234,7 @@ def test_a_file_that_is_missing_before_its_digest_makes_the_host_useless(hosts: 
         path.unlink()
     found = hosts.find((0, 1))
     assert hosts.load(found) == 3
-    assert found[1] is not None
-    assert "has gone from" in found[1].reasons[0]
+    assert "has gone from" in hosts.reasons[0]
 
 
 def test_a_host_that_does_not_answer_leads_to_the_next_copy(hosts: Hosts, tmp_path: Path) -> None:
@@ -296,3 +297,17 @@ def test_a_host_without_an_agent_leads_to_the_next_copy(hosts: Hosts) -> None:
     found = on_ranks(2, call)
     with pytest.raises(bcp.BcpError, match="its agent serves no other host"):
         hosts.load(found)
+
+
+def test_hosts_of_one_name_are_refused(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of one of them would be looked for on the other."""
+    hosts.train(4)
+    identities = iter(["boot-1/1", "boot-2/1"])
+    monkeypatch.setattr("bcp.tiers.recovery.identity", lambda: next(identities))
+
+    async def call(rank: int, ranks: Any) -> Any:
+        return await find_whole(ranks, lambda: hosts.folders[rank], "node", 60.0)
+
+    for error in on_ranks(2, call):
+        assert isinstance(error, bcp.BcpError)
+        assert "several hosts have the name 'node'" in str(error)

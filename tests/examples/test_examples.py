@@ -36,8 +36,6 @@ def test_example(script: str, tmp_path: Path) -> None:
     assert run(script, cwd=tmp_path).strip()
 
 
-@pytest.mark.long
-@pytest.mark.kills
 @pytest.mark.dist
 def test_a_node_is_lost(tmp_path: Path) -> None:
     out = run("lose_a_node.py", cwd=tmp_path)

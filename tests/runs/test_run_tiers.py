@@ -81,6 +81,15 @@ class Place:
         with pytest.raises(ZeroDivisionError), run:
             raise ZeroDivisionError
 
+    def train_to_4(self) -> None:
+        """Train until step 2 is durable and steps 3 and 4 are in memory; die."""
+        with agent(self.memory, self.store):
+            run = self.train(1, 2, durable=2)
+            until(lambda: self.commits == [2], "it is durable")
+        for step in (3, 4):
+            run.maybe_save(step)
+        self.die(run)
+
     def resumed(self, **options: Any) -> tuple[int, bcp.Run]:
         """Come back; return the step that the weights tell, and the run."""
         training = self.training = Training()
@@ -179,7 +188,7 @@ def test_a_durable_save_that_has_failed_is_caught_up(place: Place, monkeypatch: 
             raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes")
 
         with monkeypatch.context() as patch:
-            patch.setattr("bcp.tiers.memory.fallocate", full)
+            patch.setattr("bcp.tiers.folder.fallocate", full)
             shutil.rmtree(place.memory / "model")
             pending = run.maybe_save(3)
             assert pending is not None
@@ -284,12 +293,7 @@ def trained(step: int) -> Training:
 
 def test_a_run_that_goes_back_leaves_the_memory_behind(place: Place) -> None:
     """What it has left is never committed by an agent, and no later life takes it."""
-    with agent(place.memory, place.store):
-        run = place.train(1, 2, durable=2)
-        until(lambda: place.commits == [2], "it is durable")
-    for step in (3, 4):
-        run.maybe_save(step)
-    place.die(run)
+    place.train_to_4()
     training = Training()
     run = place.run(training, durable=1000)
     assert run.resume(step=2) == 2
@@ -335,7 +339,7 @@ def test_a_full_memory_is_an_error_that_may_be_tolerated(place: Place, monkeypat
             raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes")
 
         with monkeypatch.context() as patch:
-            patch.setattr("bcp.tiers.memory.fallocate", full)
+            patch.setattr("bcp.tiers.folder.fallocate", full)
             pending = run.maybe_save(2)
             assert pending is not None
             with pytest.raises(StorageError, match=r"^/.*bytes left, and the snapshot of rank 0 needs .* more"):
@@ -446,12 +450,7 @@ def test_another_run_at_the_same_place_does_not_take_the_snapshots(place: Place)
 @pytest.mark.parametrize("goal", [{"step": 2}, {"fresh": True}])
 def test_a_host_that_took_no_part_in_going_back_is_not_resumed_from(goal: dict[str, Any], place: Place) -> None:
     """Its snapshots are of a branch that the run has left."""
-    with agent(place.memory, place.store):
-        run = place.train(1, 2, durable=2)
-        until(lambda: place.commits == [2], "it is durable")
-    for step in (3, 4):
-        run.maybe_save(step)
-    place.die(run)
+    place.train_to_4()
     other = Place(place.store.parent)
     other.memory = place.store.parent / "other"
     training = Training()
@@ -470,12 +469,7 @@ def test_a_step_that_an_agent_commits_while_the_run_goes_back_is_suspect(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The listing of the resumption did not have it."""
-    with agent(place.memory, place.store):
-        run = place.train(1, 2, durable=2)
-        until(lambda: place.commits == [2], "it is durable")
-    for step in (3, 4):
-        run.maybe_save(step)
-    place.die(run)
+    place.train_to_4()
     load = bcp.Run._load
 
     def commit() -> None:
@@ -580,3 +574,15 @@ def test_an_agent_starts_while_many_ask_whether_there_is_one(tmp_path: Path) -> 
         is_over.set()
         for asker in askers:
             asker.join()
+
+
+def test_a_newer_snapshot_that_is_not_whole_is_told(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    place.die(place.train(1, 3, durable=1000))
+    folder = NodeFolder(place.memory)
+    newest = max(folder.ages().items(), key=lambda each: each[1])[0]
+    for path in folder.data_files()[newest]:
+        path.unlink()
+    step, run = place.resumed()
+    assert step == 2
+    assert "a snapshot in memory is passed over: step 3: " in caplog.text
+    place.die(run)

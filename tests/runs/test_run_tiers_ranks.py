@@ -26,16 +26,11 @@ from torch.distributed.tensor import DTensor
 
 import bcp
 from bcp.format.metadata import METADATA_KEY
-from bcp.tiers.folder import NodeFolder
 
 WIDTH = 24
 SECONDS = 240.0
 KILLS = 20
 pytestmark = pytest.mark.dist
-
-
-def tiers_at(root: Path, node: int) -> bcp.Tiers:
-    return bcp.Tiers(folder=root / f"node-{node}", node=f"n{node}", listen="127.0.0.1")
 
 
 def make_states(kind: str) -> dict[str, Any]:
@@ -65,13 +60,18 @@ def set_to(model: nn.Module, step: int) -> None:
             local.copy_(whole)
 
 
-def trained(root: Path, steps: int, nodes: Sequence[int], kind: str = "sharded") -> tuple[int, int]:
-    """Train so many steps further, and die; return the step that was resumed, and of how many memories."""
-    states = make_states(kind)
-    run = bcp.Run(root / "run", states, save=1, durable=1000, tiers=tiers_at(root, nodes[dist.get_rank()]))
+def trained(root: Path, steps: int, nodes: Sequence[int], kind: str = "sharded", copies: int = 1) -> tuple[int, int]:
+    """Train so many steps further, and die; return the step that was resumed, and of how many memories.
+
+    With copies, each step waits until other hosts have the last snapshot that is to be copied.
+    """
+    node = nodes[dist.get_rank()]
+    states, folder = make_states(kind), root / f"node-{node}"
+    tiers = bcp.Tiers(folder=folder, node=f"n{node}", listen="127.0.0.1", copies=copies)
+    run = bcp.Run(root / "run", states, save=1, durable=1000, tiers=tiers)
     first = run.resume()
-    expected = make_states(kind)["model"]
     if first:
+        expected = make_states(kind)["model"]
         set_to(expected, first)
         assert all(map(torch.equal, values(states["model"]), values(expected)))
         assert states["extra_states"]["step"] == first
@@ -81,10 +81,13 @@ def trained(root: Path, steps: int, nodes: Sequence[int], kind: str = "sharded")
         pending = run.maybe_save(step)
         assert pending is not None
         pending.released()
+        if copies > 1:
+            memory = run._tiered._memory  # type: ignore[union-attr]  # a run with tiers
+            until(memory.is_copied, "the next host has copies")  # type: ignore[union-attr]  # same
     hosts = run.resumed.hosts
     dist.barrier()
-    if nodes.index(nodes[dist.get_rank()]) == dist.get_rank():
-        kill_agents(root / f"node-{nodes[dist.get_rank()]}")
+    if nodes.index(node) == dist.get_rank():
+        kill_agents(folder)
     dist.barrier()
     with pytest.raises(ZeroDivisionError), run:
         raise ZeroDivisionError
@@ -119,8 +122,6 @@ def committed(root: Path) -> list[int]:
     return sorted(int(path.parent.name.removeprefix("step-")) for path in root.glob(f"run/step-*/{METADATA_KEY}"))
 
 
-@pytest.mark.long
-@pytest.mark.kills
 def test_back_in_other_layouts_without_a_byte_of_storage(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
     """Four ranks and three, sharded and replicated, on two hosts; one life after the other. Nothing is in storage."""
     assert ranks4.run(trained, root, 3, (0, 0, 1, 1)) == [(0, 0)] * 4
@@ -170,8 +171,6 @@ def test_a_job_whose_agent_dies_with_it_comes_back(root: Path) -> None:
     assert not list(root.glob("node-0/model/*"))
 
 
-@pytest.mark.long
-@pytest.mark.kills
 def test_ranks_of_torchrun_are_killed_one_after_the_other(root: Path) -> None:
     """Four ranks on two hosts; torchrun ends those that are left. Then three ranks go on."""
     done = torchrun(4, tiered_job.__file__, str(root), "3", "itself")
@@ -184,47 +183,14 @@ def test_ranks_of_torchrun_are_killed_one_after_the_other(root: Path) -> None:
     assert committed(root)[-1] == 5
 
 
-def trained_with_copies(root: Path, steps: int, nodes: Sequence[int], kind: str = "sharded") -> tuple[int, int]:
-    """Train so many steps further; go on once other hosts have copies; end without an end, as by a kill."""
-    node = nodes[dist.get_rank()]
-    states = make_states(kind)
-    tiers = bcp.Tiers(folder=root / f"node-{node}", node=f"n{node}", listen="127.0.0.1", copies=2)
-    run = bcp.Run(root / "run", states, save=1, durable=1000, tiers=tiers)
-    first = run.resume()
-    if first:
-        expected = make_states(kind)["model"]
-        set_to(expected, first)
-        assert all(map(torch.equal, values(states["model"]), values(expected)))
-        assert states["extra_states"]["step"] == first
-    folder = NodeFolder(root / f"node-{node}")
-    for step in range(first + 1, first + steps + 1):
-        set_to(states["model"], step)
-        states["extra_states"]["step"] = step
-        pending = run.maybe_save(step)
-        assert pending is not None
-        pending.released()
-        copying = run._tiered._memory._copying  # type: ignore[union-attr]
-        until(lambda copying=copying: folder.is_copied(copying, 1), "the next host has copies")
-    hosts = run.resumed.hosts
-    dist.barrier()
-    if nodes.index(node) == dist.get_rank():
-        kill_agents(root / f"node-{node}")
-    dist.barrier()
-    with pytest.raises(ZeroDivisionError), run:
-        raise ZeroDivisionError
-    return first, hosts
-
-
-@pytest.mark.long
-@pytest.mark.kills
 def test_a_lost_host_is_replaced_by_copies(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
     """Each of four hosts has the files of the one before it. The next lives are on those that are left."""
-    assert ranks4.run(trained_with_copies, root, 4, (0, 1, 2, 3)) == [(0, 0)] * 4
+    assert ranks4.run(trained, root, 4, (0, 1, 2, 3), "sharded", 2) == [(0, 0)] * 4
     shutil.rmtree(root / "node-2")
     empty(root)
-    assert ranks3.run(trained_with_copies, root, 3, (0, 1, 3)) == [(4, 3)] * 3
+    assert ranks3.run(trained, root, 3, (0, 1, 3), "sharded", 2) == [(4, 3)] * 3
     shutil.rmtree(root / "node-0")
     empty(root)
-    assert ranks3.run(trained_with_copies, root, 2, (3, 1, 1), "plain")[0][0] == 7
+    assert ranks3.run(trained, root, 2, (3, 1, 1), "plain", 2)[0][0] == 7
     for node in (1, 3):
         assert len([*root.glob(f"node-{node}/model/*")]) <= 8, "the folder grows"

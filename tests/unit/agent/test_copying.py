@@ -197,7 +197,7 @@ def test_a_full_memory_keeps_what_is_there(two: Two, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes")
 
     with monkeypatch.context() as patch:
-        patch.setattr("bcp.agent.copying.fallocate", full)
+        patch.setattr("bcp.tiers.folder.fallocate", full)
         assert not two.fetch()
     assert two.copied() == [1]
     assert two.fetch()

@@ -14,10 +14,11 @@ from tasks import on_ranks
 
 import bcp
 from bcp.agent.commit import Outcome
-from bcp.agent.loop import SUPERSEDED, Agent
+from bcp.agent.loop import Agent
 from bcp.backends import LocalBackend
 from bcp.testing.storage_fakes import FaultyBackend
 from bcp.tiers.folder import NodeFolder
+from bcp.tiers.notes import SUPERSEDED
 
 
 def saved(path: Path, step: int) -> Path:
