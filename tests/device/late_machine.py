@@ -85,6 +85,7 @@ class Lane:
         self.epoch = 0
         self.captured: list[Work] | None = None
         self.mode, self.owner = "", 0
+        self.queued = self.done = 0  # pieces of work, without marks; the stream's thread alone counts ``done``
         self.queue: queue.SimpleQueue[tuple[float, Callable[[], object]] | None] = queue.SimpleQueue()
         self.rng = random.Random(f"{machine.seed}/{number}")  # noqa: S311 -- no secret
         self.slow = self.rng.choice((0.0, 0.2, 1.0)) * machine.slow
@@ -117,7 +118,7 @@ class Lane:
                 machine.note(self, touch, tick, work.what)
             point = Point(dict(self.clock))
             late = machine.delay(self) if work.late is None else work.late
-            self.queue.put((late, work.job))
+            self._queue(late, work.job)
             return point
 
     def mark(self) -> Point:
@@ -138,7 +139,22 @@ class Lane:
         with self.machine.lock:
             self.machine.drain()
             merge(self.clock, point.clock)
-            self.queue.put((0.0, lambda: self.machine.reached(point)))
+            self._queue(0.0, lambda: self.machine.reached(point))
+
+    def _queue(self, late: float, job: Callable[[], object]) -> None:
+        def counted() -> None:
+            try:
+                job()
+            finally:
+                self.done += 1
+
+        self.queued += 1
+        self.queue.put((late, counted))
+
+    def idle(self) -> Point | None:
+        """Return the end of all that is queued if the stream has come to it."""
+        with self.machine.lock:
+            return self.mark() if self.done == self.queued else None
 
 
 class Machine:
@@ -295,6 +311,12 @@ class Machine:
         self.waits.append((what, asyncio._get_running_loop() is not None))
         self.reached(point)
         self.know(point)
+
+    def query(self) -> None:
+        """Record a question that waits for nothing."""
+        self.require_parent()
+        self.forbid("event query")
+        self.counts["event query"] += 1
 
     def know(self, point: Point) -> None:
         with self.lock:
