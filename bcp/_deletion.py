@@ -16,7 +16,7 @@ from bcp._log import log
 from bcp.backends import child
 from bcp.backends.small import get_small
 from bcp.errors import CheckpointError, CorruptError, StorageError
-from bcp.format.metadata import METADATA_KEY, decode_commit, operation_of
+from bcp.format.metadata import METADATA_KEY, decode_commit, is_record, operation_of
 from bcp.protocols import Backend, RetryPolicy, Sweeper, Unfinished, Version
 from bcp.runtime.threads import in_thread_gc_paused
 
@@ -139,7 +139,7 @@ async def delete_unnamed(
 ) -> Sequence[str]:
     """Delete files that no committed metadata name; return the keys of the files that stay.
 
-    Metadata themselves always stay. Files that metadata never name, such as recordings, need no read.
+    Metadata themselves always stay. Files that metadata never name, as recordings and records, need no read.
 
     Args:
         backend: over the root of the keys.
@@ -161,7 +161,8 @@ async def delete_unnamed(
     free: list[str] = []
     kept: list[str] = []
     for key in keys:
-        operation, place = operation_of(key), "/".join(key.split("/")[:-2])
+        operation = None if is_record(key) else operation_of(key)
+        place = "/".join(key.split("/")[:-2])
         if operation is not None and not _is_unsent(operation, attempt) and place not in places:
             places[place] = await read_committed(child(backend, place) if place else backend, policy)
         is_metadata = key.rpartition("/")[2] == METADATA_KEY

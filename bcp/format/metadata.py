@@ -52,6 +52,7 @@ from bcp.plan.shards import KINDS
 from bcp.runtime.cache import LruCache
 
 __all__ = [
+    "DRAIN",
     "EXTRA_NAME",
     "METADATA_KEY",
     "Commit",
@@ -65,6 +66,7 @@ __all__ = [
     "encode_layout",
     "encode_metadata",
     "is_over_foreign",
+    "is_record",
     "operation_of",
     "owner_of",
     "receipt_key",
@@ -82,6 +84,10 @@ OPERATION = re.compile(r"[0-9a-f]{16}")
 KEY = re.compile(
     rf"(?:.*/)?(?:{'|'.join(KINDS)}|receipts)/(?:[0-9a-f]{{2}}-)?(\d{{5,}})-([0-9a-f]{{16}})\.(?:safetensors|bcp|arrow)"
 )
+DRAIN = "drain/"
+"""Where records of uploads from the memories of hosts are, below the place of their checkpoint."""
+
+RECORD = re.compile(rf"(?:.*/)?{DRAIN}[^/]+-([0-9a-f]{{16}})")
 SPREAD_RANKS = 1000
 """From this rank on keys begin with a hash: object stores divide their servers by the first characters of keys."""
 
@@ -188,9 +194,15 @@ def receipt_key(rank: int, operation: str) -> str:
 
 
 def operation_of(key: str) -> str | None:
-    """Return the operation id in the key of a data file or receipt; None for any other key."""
-    match = KEY.fullmatch(key)
-    return match[2] if match else None
+    """Return the operation id in the key of a data file, a receipt or a record; None for any other key."""
+    if match := KEY.fullmatch(key):
+        return match[2]
+    return match[1] if (match := RECORD.fullmatch(key)) else None
+
+
+def is_record(key: str) -> bool:
+    """Whether a key is that of the record of an upload, which metadata never name."""
+    return RECORD.fullmatch(key) is not None
 
 
 def owner_of(key: str) -> tuple[int, str] | None:

@@ -6,12 +6,10 @@ Without the records of all hosts nobody commits. So whoever deletes them ends a 
 from __future__ import annotations
 
 from bcp._deletion import delete_unnamed
+from bcp.format.metadata import DRAIN
 from bcp.protocols import Backend, ObjectInfo
 
-__all__ = ["DRAIN", "forget_records", "record_key", "records_of"]
-
-DRAIN = "drain/"
-"""Where records are, below the place of their checkpoint."""
+__all__ = ["forget_records", "record_key", "records_of"]
 
 
 def record_key(node: str, operation: str) -> str:

@@ -19,7 +19,7 @@ from bcp.agent.commit import Outcome
 from bcp.agent.generation import advance
 from bcp.backends import LocalBackend, MemoryBackend
 from bcp.errors import CorruptError, StorageError
-from bcp.format.metadata import METADATA_KEY, decode_metadata
+from bcp.format.metadata import DRAIN, METADATA_KEY, decode_metadata
 from bcp.protocols import Backend
 from bcp.testing.storage_fakes import CountingBackend, FaultyBackend
 from bcp.tiers.folder import NodeFolder
@@ -53,6 +53,10 @@ class Hosts:
         MemoryBackend.forget(name)
         self.store = MemoryBackend(name)
         self.folders = [kept(direct, root / f"node-{number}", ranks, **more) for number, ranks in enumerate(NODES)]
+
+    @property
+    def operation(self) -> str:
+        return next(iter(marks_of(self.folders[0]))).operation
 
     def advance(self, node: int, store: Backend | None = None, folder: NodeFolder | None = None) -> Awaitable[Outcome]:
         """Let the agent of one host go on."""
@@ -209,9 +213,37 @@ def test_a_late_host_does_not_bring_back_an_older_save(direct: Path, tmp_path: P
     assert asyncio.run(hosts.advance(0)) is Outcome.WAITING
     bcp.save(store, {"model": {"w": torch.zeros(3)}}, overwrite=True, options=bcp.SaveOptions(record=False))
     newer = bcp.Checkpoint(store).operation
+    assert not asyncio.run(store.list(DRAIN))  # the save has deleted the record with the files
     assert [asyncio.run(hosts.advance(node)) for node in (1, 0)] == [Outcome.REFUSED] * 2
     assert bcp.Checkpoint(store).operation == newer
     assert bcp.Checkpoint(store).verify()
+
+
+def test_an_upload_that_is_under_way_keeps_its_place_from_being_deleted(hosts: Hosts) -> None:
+    assert asyncio.run(hosts.advance(0)) is Outcome.WAITING
+    with pytest.raises(bcp.UncommittedError):
+        bcp.tools.remove(hosts.store)
+    bcp.save(hosts.store, {"model": {"w": torch.ones(3)}}, options=bcp.SaveOptions(record=False))
+    record = record_key("n0", hosts.operation)
+    asyncio.run(hosts.store.put(record, b"late"))
+    with pytest.raises(bcp.InputError, match=hosts.operation):
+        bcp.tools.remove(hosts.store)
+    assert bcp.tools.remove(hosts.store, force=True).kept == (record,)
+
+
+def test_remains_of_an_upload_go_with_their_record(hosts: Hosts) -> None:
+    assert asyncio.run(hosts.advance(0)) is Outcome.WAITING
+    [remains] = bcp.tools.collect(hosts.store, min_age_seconds=0)
+    assert (remains.operation, remains.files, remains.deleted) == (hosts.operation, len(NODES[0]) * 3 + 1, True)
+    assert not hosts.stored()
+
+
+def test_the_record_of_a_late_host_goes_with_its_checkpoint(hosts: Hosts) -> None:
+    assert [asyncio.run(hosts.advance(node)) for node in range(2)] == [Outcome.WAITING, Outcome.COMMITTED]
+    asyncio.run(hosts.store.put(record_key("n0", hosts.operation), b"late"))
+    assert bcp.Checkpoint(hosts.store).verify()
+    assert not bcp.tools.remove(hosts.store).kept
+    assert not hosts.stored()
 
 
 # -- damage and outages ------------------------------------------------------------------------------
