@@ -27,6 +27,7 @@ __all__ = [
     "REFUSED",
     "Agreement",
     "Backend",
+    "BlockChecker",
     "Buffer",
     "Codec",
     "Concurrent",
@@ -51,6 +52,7 @@ __all__ = [
     "Unfinished",
     "Version",
     "at_once_of",
+    "checks_blocks",
     "flat_view",
     "folders_of",
     "retries_of",
@@ -429,6 +431,20 @@ class Concurrent(Protocol):
 def at_once_of(backend: object) -> int:
     """Return how many parts or reads of a backend shall be under way at once; 4 for one that does not say."""
     return backend.at_once if isinstance(backend, Concurrent) else 4
+
+
+@runtime_checkable
+class BlockChecker(Protocol):
+    """A backend that may know the checksums of a checkpoint's blocks, and compare every whole block that it reads."""
+
+    @property
+    def checks_blocks(self) -> bool:
+        """Whether it does, so that its reader need not."""
+
+
+def checks_blocks(backend: object) -> bool:
+    """Return whether a backend compares blocks with their checksums; False for one that does not say."""
+    return isinstance(backend, BlockChecker) and backend.checks_blocks
 
 
 @runtime_checkable

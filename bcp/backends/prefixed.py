@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
-from bcp.backends.keys import check_key, check_prefix, scatter
+from bcp.backends.keys import check_key, check_prefix
+from bcp.backends.scattered import read_scattered
 from bcp.protocols import (
     Backend,
     Buffer,
     ObjectInfo,
     PartWriter,
-    ScatterReader,
     Sweeper,
     Unfinished,
     Version,
@@ -20,7 +20,6 @@ from bcp.protocols import (
     folders_of,
     retries_of,
 )
-from bcp.runtime.threads import in_thread
 
 __all__ = ["PrefixedBackend", "child"]
 
@@ -74,18 +73,8 @@ class PrefixedBackend:
         await self.whole.read_into(self._key(key), start, out)
 
     async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
-        """Fill the buffers; by one read and a copy where the whole backend fills only one at a time.
-
-        One read, for to a backend over a network every read is a request.
-        """
-        if isinstance(self.whole, ScatterReader):
-            await self.whole.read_scattered(self._key(key), start, outs)
-        elif len(outs) == 1:
-            await self.whole.read_into(self._key(key), start, outs[0])
-        else:
-            data = memoryview(bytearray(sum(map(len, outs))))
-            await self.whole.read_into(self._key(key), start, data)
-            await in_thread(scatter, data, outs)
+        """Fill the buffers by one read."""
+        await read_scattered(self.whole, self._key(key), start, outs)
 
     async def get(self, key: str) -> Buffer:
         """Read a small object whole."""

@@ -24,7 +24,7 @@ from bcp.plan.read.copies import Assignment, Chunk, ZeroCopyReads, assign, check
 from bcp.plan.read.reads import ReadRequest, wants
 from bcp.plan.read.share import BlockIndex, SharedReads
 from bcp.plan.shards import KINDS, TensorTable
-from bcp.protocols import LocalShards, ScatterReader
+from bcp.protocols import LocalShards, ScatterReader, checks_blocks
 from bcp.read.ranges import check_sizes
 from bcp.read.receipts import foreign_range, key_of
 from bcp.read.source import Source
@@ -152,6 +152,7 @@ def load_context(
         all_to_all=all_to_all,
         device=device,
         edited=source.options.edit is not unchanged,
+        checked=checks_blocks(source.backend) and source.options.edit is unchanged,
         is_replaced=is_replaced,
         file_name=partial(key_of, source.metadata),
     )

@@ -132,11 +132,13 @@ class LoadContext:
         targets: the tensors, and the destination of each byte.
         assignment: the chunks that this rank reads, sends and receives.
         codecs: the ones that the caller passed, by name.
-        verify: whether to check the blocks.
+        verify: whether to check the blocks, and chunks of other ranks.
         all_to_all: exchanges chunks with all other ranks.
         device: where chunks are exchanged, after their reader has checked them. None: in host memory, with a digest
             behind each that the receiver checks.
         edited: whether the caller has put in stages, which may change bytes after they were checked.
+        checked: whether the backend has checked the blocks that it returns. Those for other ranks are checked again,
+            behind their seal: so bytes that change meanwhile are noticed.
         is_replaced: asks storage whether another save has replaced the checkpoint, and may have deleted its files.
         file_name: returns the key of a file, by its row in the layout.
         late: the data of the last round; it is placed while the next one is under way.
@@ -160,6 +162,7 @@ class LoadContext:
     all_to_all: AllToAll
     device: torch.device | None = None
     edited: bool = False
+    checked: bool = False
     is_replaced: Callable[[], Awaitable[bool]] = never_replaced
     file_name: Callable[[int], str] = "file {}".format
     late: Sequence[tuple[Chunk, torch.Tensor]] = field(default=())
@@ -241,7 +244,8 @@ def deserialize(context: LoadContext, workers: int) -> Stage[Stored, Loaded]:
 
 
 def _deserialize(context: LoadContext, stored: Stored, chunk: Chunk, file: FileReceipt) -> Loaded:
-    if context.verify and (stored.buffer is None or file.codecs):
+    verify = context.verify and not (context.checked and stored.item.round < 0)
+    if verify and (stored.buffer is None or file.codecs):
         check(stored, file, context.rank)
     if stored.buffer is None:
         return Loaded(stored.item)
@@ -254,7 +258,7 @@ def _deserialize(context: LoadContext, stored: Stored, chunk: Chunk, file: FileR
     if stored.item.round >= 0:
         sealed = image[skip : end + SEAL_BYTES]
         digest = seal(bytes_of(data), verify=context.verify)  # before the check: bytes that change after it are noticed
-    if context.verify and not file.codecs:
+    if verify and not file.codecs:
         check(stored, file, context.rank)
     if sealed is not None:
         bytes_of(sealed)[-SEAL_BYTES:] = digest  # over stored bytes behind the chunk, which nobody needs any more

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bcp._log import log
+from bcp.backends.scattered import read_scattered
 from bcp.backends.small import get_small
 from bcp.errors import CorruptError, StorageError
 from bcp.format.checksums import digests
@@ -20,7 +21,7 @@ from bcp.format.container import digest
 from bcp.format.metadata import METADATA_KEY, Commit, decode_metadata, owner_of, receipt_key
 from bcp.format.receipt import Blocks, decode_receipt, receipt_digest
 from bcp.plan.shards import KINDS
-from bcp.protocols import Backend, Buffer, ObjectInfo, Version
+from bcp.protocols import Backend, Buffer, ObjectInfo, Version, flat_view
 from bcp.runtime.threads import in_thread
 from bcp.tiers.refusals import ReadOnly
 
@@ -44,9 +45,12 @@ class NearBackend(ReadOnly):
     """A :class:`~bcp.protocols.Backend` that reads one snapshot, and writes nothing.
 
     Attributes:
+        checks_blocks: readers need not compare whole blocks with their checksums once more.
         read_nbytes: bytes that were read from each copy, by its name.
         passed_over: how often a copy was passed over for the next one, by its name.
     """
+
+    checks_blocks = True
 
     def __init__(self, metadata: bytes, copies: Mapping[int, Sequence[Copy]]) -> None:
         """Take the snapshot.
@@ -96,16 +100,20 @@ class NearBackend(ReadOnly):
 
     async def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill ``out`` from the first copy whose blocks have their checksums."""
+        await self.read_scattered(key, start, [flat_view(out)])
+
+    async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill the buffers from the first copy whose blocks have their checksums."""
         rank = self._rank(key)
         blocks, reasons = await self._blocks_of(rank, key), []
         for copy in self._copies.get(rank, ()):
             try:
-                await copy.files.read_into(key, start, out)
+                await read_scattered(copy.files, key, start, outs)
             except (FileNotFoundError, CorruptError, StorageError) as error:
                 reasons.append(self._pass_over(copy, key, str(error) or "it is missing"))
                 continue
-            if not (wrong := await in_thread(_wrong, blocks, start, out)):
-                self.read_nbytes[copy.name] += out.nbytes
+            if not (wrong := await in_thread(_wrong, blocks, start, outs)):
+                self.read_nbytes[copy.name] += sum(map(len, outs))
                 return
             reasons.append(self._pass_over(copy, key, wrong))
         raise self._lost(key, reasons)
@@ -152,17 +160,25 @@ class NearBackend(ReadOnly):
         return CorruptError(f"{key} of operation {self._commit.operation} cannot be read from memory ({words})")
 
 
-def _wrong(blocks: Blocks, start: int, out: memoryview) -> str:
+def _wrong(blocks: Blocks, start: int, outs: Sequence[memoryview]) -> str:
     """Name the first whole block in the read bytes that has another checksum; empty for none."""
     first = int(np.searchsorted(blocks.stored_start, start))
     ends = blocks.stored_start + blocks.stored_length
-    stop = int(np.searchsorted(ends, start + out.nbytes, side="right"))
+    stop = int(np.searchsorted(ends, start + sum(map(len, outs)), side="right"))
     if first >= stop:
         return ""
-    offset = int(blocks.stored_start[first]) - start
     lengths = blocks.stored_length[first:stop].tolist()
-    for row, found in enumerate(digests([out[offset : offset + sum(lengths)]], lengths), first):
+    for row, found in enumerate(digests(_from(outs, int(blocks.stored_start[first]) - start), lengths), first):
         if found != blocks.checksum[row]:
             at = int(blocks.stored_start[row])
             return f"bytes {at} to {at + int(blocks.stored_length[row])} have checksum {found.hex()}"
     return ""
+
+
+def _from(outs: Sequence[memoryview], skip: int) -> list[memoryview]:
+    """Return what lies behind the first ``skip`` bytes of buffers."""
+    rest = []
+    for out in outs:
+        rest += [out[skip:]] if skip < len(out) else []
+        skip = max(skip - len(out), 0)
+    return rest

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from bcp._messages.tiers import Want
 from bcp._sockets import Wire
 from bcp.backends.small import check_small
 from bcp.errors import CorruptError, StorageError
-from bcp.protocols import Backend, Buffer
+from bcp.protocols import Backend, Buffer, flat_view
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread
 from bcp.tiers.refusals import ReadOnly
@@ -65,22 +66,31 @@ class PeerMemory(ReadOnly):
 
     async def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill ``out`` from a file's bytes."""
-        if out.nbytes:
-            await in_thread(self._read, Want(key, start, out.nbytes), out)
+        await self.read_scattered(key, start, [flat_view(out)])
+
+    async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill the buffers, one after the other, from a file's bytes."""
+        if nbytes := sum(map(len, outs)):
+            await in_thread(self._read, Want(key, start, nbytes), outs)
 
     async def get(self, key: str) -> Buffer:
         """Read a small file whole."""
         return await in_thread(self._read, Want(key, 0, 0), None)
 
-    def _read(self, want: Want, out: memoryview | None) -> bytearray:
+    def _read(self, want: Want, outs: Sequence[memoryview] | None) -> bytearray:
         """Ask over a connection of its own; a connection that fails is closed. Blocks."""
         wire = self._taken()
         try:
             push_request(wire, want)
             status, nbytes, words = pull_head(wire)
-            data = self._room(want, nbytes, out) if status is Status.OK else bytearray()
-            if status is Status.OK:
-                wire.pull(memoryview(data) if out is None else out)
+            data = bytearray()
+            if status is Status.OK and outs is None:
+                data = self._room(want, nbytes)
+                wire.pull(memoryview(data))
+            elif status is Status.OK:
+                self._check_length(want, nbytes)
+                for out in outs or ():
+                    wire.pull(out)
         except BaseException as error:
             wire.close()
             if isinstance(error, OSError):
@@ -96,14 +106,14 @@ class PeerMemory(ReadOnly):
             raise StorageError(f"{self!r}: {words}")
         return data
 
-    def _room(self, want: Want, nbytes: int, out: memoryview | None) -> bytearray:
-        """Return memory for an answer of so many bytes: none, where ``out`` is the place for it."""
-        if out is None:
-            check_small(f"{self!r}: {want.key}", nbytes)
-            return bytearray(nbytes)
-        if nbytes != out.nbytes:
-            raise StorageError(f"{self!r} sends {nbytes} bytes of {want.key} instead of {out.nbytes}")
-        return bytearray()
+    def _room(self, want: Want, nbytes: int) -> bytearray:
+        """Return memory for a small file of so many bytes."""
+        check_small(f"{self!r}: {want.key}", nbytes)
+        return bytearray(nbytes)
+
+    def _check_length(self, want: Want, nbytes: int) -> None:
+        if nbytes != want.nbytes:
+            raise StorageError(f"{self!r} sends {nbytes} bytes of {want.key} instead of {want.nbytes}")
 
     def _taken(self) -> Wire:
         """Return a free connection, or a new one that has proved itself."""

@@ -11,6 +11,7 @@ import torch
 import zstandard
 from anyio import to_thread
 from checkpoints import MIB, equal, flip, tensors, training
+from tasks import on_ranks
 
 import bcp
 from bcp.backends import LocalBackend
@@ -252,6 +253,39 @@ def test_without_verify_damage_goes_through(tmp_path: Path) -> None:
     target = {"w": torch.zeros(3 * MIB // 4)}
     bcp.load(Scattering(tmp_path), {"model": target}, options=bcp.LoadOptions(verify=False))
     assert target["w"][-1] == -1
+
+
+class Checking(LocalBackend):
+    """Says that it compares blocks with their checksums."""
+
+    checks_blocks = True
+
+
+def test_storage_that_checks_blocks_is_believed(tmp_path: Path) -> None:
+    flip(saved(tmp_path), -1, 7)
+    target = {"w": torch.zeros(3 * MIB // 4)}
+    bcp.load(Checking(tmp_path), {"model": target})
+    assert target["w"][-1] == -1
+
+
+def test_blocks_that_were_checked_are_checked_again_where_they_may_change(tmp_path: Path) -> None:
+    """Stages of the caller may change them, and so may the memory of a rank that sends them to others."""
+    flip(saved(tmp_path), -1, 7)
+    noted = bcp.LoadOptions(edit=lambda graph: graph.after("read", bcp.extend.Stage("note", unchanged)), record=False)
+    refused(Checking(tmp_path), bcp.CorruptError, "is corrupt", options=noted)
+
+    async def load(_: int, ranks: Any) -> None:
+        options = bcp.LoadOptions(record=False)
+        await bcp.aload(
+            Checking(tmp_path), {"model": {"w": torch.zeros(3 * MIB // 4)}}, options=options, coordinator=ranks
+        )
+
+    errors = on_ranks(2, load)
+    assert all(isinstance(error, bcp.BcpError) and "is corrupt" in str(error) for error in errors), errors
+
+
+async def unchanged(stored: Any) -> Any:
+    return stored
 
 
 def test_a_truncated_file_is_found(tmp_path: Path) -> None:

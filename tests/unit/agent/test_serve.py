@@ -78,6 +78,15 @@ def test_any_range_of_any_file(folder: NodeFolder, peer: PeerMemory) -> None:
         assert asyncio.run(peer.get(key)) == data
 
 
+def test_one_range_into_many_buffers(folder: NodeFolder, peer: PeerMemory) -> None:
+    key = max(files(folder), key=lambda each: (folder.root / each).stat().st_size)
+    data, sizes = (folder.root / key).read_bytes(), (1, 0, 100, 33)
+    outs = [memoryview(bytearray(size)) for size in sizes]
+    asyncio.run(peer.read_scattered(key, 5, outs))
+    assert b"".join(outs) == data[5 : 5 + sum(sizes)]
+    asyncio.run(peer.read_scattered(key, 5, []))
+
+
 def test_several_at_once(folder: NodeFolder, peer: PeerMemory) -> None:
     async def all_of_them() -> list[bytes]:
         async def one(key: str) -> bytes:
