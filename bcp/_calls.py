@@ -32,6 +32,7 @@ from bcp.runtime.device import Caller
 from bcp.runtime.threads import with_thread_setup
 from bcp.telemetry.watch import Kind, Watch
 from bcp.tiers.memory import TierMemory
+from bcp.tiers.near import NearBackend
 from bcp.tiers.saving import Aim, akeep
 
 __all__ = [
@@ -138,8 +139,21 @@ def keep_call(
     given: Coordinator | None,
     *,
     metrics: Mapping[str, float] | None = None,
+    path: str = "",
 ) -> SaveCall[SaveResult]:
-    """Take this rank's place in a save into the memory of the hosts."""
+    """Take this rank's place in a save into the memory of the hosts.
+
+    Args:
+        memory: of this rank.
+        aim: of the save.
+        states: as in :func:`save_call`, like all others.
+        framework: see there.
+        options: see there.
+        given: see there.
+        metrics: see there.
+        path: where the checkpoint will be, for telemetry; empty for the memory.
+
+    """
     ranks = coordinator_for(given)
 
     def check() -> _Checked[SaveJob]:
@@ -148,8 +162,18 @@ def keep_call(
             names = ", ".join(codec.name for codec in chosen.codecs)
             raise InputError(f"codecs={names} do not go with a memory tier, whose agents have no code of yours")
         checked = _check_save("save", memory.folder.files, states, framework, None, chosen, ranks, background=True)
-        does = f"keep {aim} with world_size={ranks.world_size} balance={chosen.balance} part_bytes={chosen.part_bytes}"
-        return replace(checked, name=f"snapshot of step {aim.step}", does=f"{does} replicas={chosen.replicas}")
+        does = (
+            f"keep {aim} with world_size={ranks.world_size} balance={chosen.balance} part_bytes={chosen.part_bytes} "
+            f"replicas={chosen.replicas} record={chosen.record}"
+        )
+
+        def job(operation: Operation) -> SaveJob:
+            made = checked.job(operation)
+            made.watch.tier = "memory"
+            made.watch.path = path or made.watch.path
+            return made
+
+        return replace(checked, name=f"snapshot of step {aim.step}", does=does, job=job)
 
     async def work(job: SaveJob) -> SaveResult:
         kept = await akeep(replace(job, metrics=metrics or {}), memory, aim)
@@ -312,6 +336,7 @@ def _common(
         observe=options.observe,
         started=started,
     )
+    watch.tier = "memory" if isinstance(path, NearBackend) else "storage"
     return {
         "path": where,
         "place": f"{where} {id(path)}" if isinstance(path, Backend) else where,

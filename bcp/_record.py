@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import UTC, datetime
 
@@ -27,13 +27,13 @@ from bcp.plan.shards import KINDS
 from bcp.protocols import Agreement, Backend
 from bcp.runtime.threads import in_thread
 from bcp.state.placement import coordinates
-from bcp.telemetry.encode import figures_of, merged, packed, recording_of_failure
+from bcp.telemetry.encode import drained, figures_of, merged, packed, recording_of_failure
 from bcp.telemetry.failures import failed_phase, failure_of
-from bcp.telemetry.recording import FailureRecord
+from bcp.telemetry.recording import FailureRecord, Recording
 from bcp.telemetry.store import FOLDER, encode, outdated
 from bcp.telemetry.watch import Watch
 
-__all__ = ["Record", "recorded"]
+__all__ = ["Record", "recorded", "store_drained"]
 
 REFUSALS = (InputError, ExistsError, MismatchError, CoverageError, MissingCodecError)
 ERROR = re.compile(r"\b([A-Z]\w*Error): ")
@@ -113,6 +113,11 @@ class Record:
         self._messages = messages
         return b""
 
+    @property
+    def shared(self) -> Sequence[bytes]:
+        """The records of all ranks, for :func:`store_drained`; on rank 0, behind :meth:`share`."""
+        return self._messages
+
     async def store(self) -> None:
         """Write the file, on rank 0."""
         if any(self._messages) and not self._is_reader:
@@ -157,7 +162,26 @@ async def recorded(job: Job) -> AsyncIterator[Record]:
     await record.store()
 
 
-async def _store(backend: Backend, watch: Watch, messages: Sequence[bytes]) -> None:
+async def store_drained(
+    backend: Backend, watch: Watch, messages: Sequence[bytes], *, released: float, durable: float
+) -> None:
+    """Write the file of a save into memory, which agents have made durable; on rank 0.
+
+    Args:
+        backend: at the place of the checkpoint.
+        watch: of the save.
+        messages: :attr:`Record.shared` of the save; nothing is written if all of them are empty.
+        released: seconds from the call until all ranks had marked their files.
+        durable: seconds from the call until rank 0 knew of the commit.
+
+    """
+    if any(messages):
+        await _store(backend, watch, messages, lambda recording: drained(recording, released, durable))
+
+
+async def _store(
+    backend: Backend, watch: Watch, messages: Sequence[bytes], edit: Callable[[Recording], Recording] | None = None
+) -> None:
     """Write the file of a save or load that has succeeded, and delete the oldest files if there are too many.
 
     An error is forgotten. It may be part of a cycle, so nothing here leads to the state's tensors.
@@ -167,14 +191,20 @@ async def _store(backend: Backend, watch: Watch, messages: Sequence[bytes]) -> N
         with anyio.move_on_after(STORE_SECONDS) as scope, observed_by(ignore):
             if watch.kind == "load" and await _is_sealed(backend):
                 return
-            data = await in_thread(lambda: encode(merged(watch, messages)))
+            data = await in_thread(lambda: _encoded(watch, messages, edit))
             await backend.put(_key(watch, watch.kind, name), data)
-            if watch.kind == "load" and (old := outdated(await backend.list(FOLDER))):  # a save's commit does so
+            by_commit = watch.kind == "save" and watch.tier == "storage"
+            if not by_commit and (old := outdated(await backend.list(FOLDER))):
                 await delete_unnamed(backend, old)
         if scope.cancelled_caught:
             log.info("a recording took too long and is given up", path=watch.path, seconds=STORE_SECONDS)
     except Exception as error:  # noqa: BLE001 -- the save or load has succeeded
         log.info("no recording was stored", path=watch.path, error=repr(error))
+
+
+def _encoded(watch: Watch, messages: Sequence[bytes], edit: Callable[[Recording], Recording] | None) -> bytes:
+    recording = merged(watch, messages)
+    return encode(recording if edit is None else edit(recording))
 
 
 async def _is_sealed(backend: Backend) -> bool:

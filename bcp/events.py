@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from bcp._text import hidden
 
 __all__ = [
+    "LOST",
     "PHASES",
+    "TIER_HAPPENINGS",
     "BudgetEvent",
     "Event",
     "LoadResult",
@@ -23,6 +25,8 @@ __all__ = [
     "StageEvent",
     "StageStart",
     "Status",
+    "TierEvent",
+    "TierHappening",
     "emit",
     "ignore",
     "observed_by",
@@ -166,11 +170,80 @@ class RetryEvent:
     slow_down: bool
 
 
-Event = PhaseEvent | BudgetEvent | StageStart | StageEvent | RequestEvent | RetryEvent
+TierHappening = Literal[
+    "released",
+    "copied",
+    "draining",
+    "durable",
+    "superseded",
+    "refused",
+    "left",
+    "damaged",
+    "unwatched",
+    "full",
+    "unreachable",
+    "stale",
+    "passed_over",
+    "read",
+]
+"""What can happen to a snapshot in the memory of the hosts; see :class:`TierEvent`."""
+
+TIER_HAPPENINGS: tuple[TierHappening, ...] = get_args(TierHappening)
+
+LOST: frozenset[TierHappening] = frozenset({"superseded", "refused", "left", "damaged"})
+"""Ends of a snapshot that was on its way to storage, and will never be durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierEvent:
+    """Something has happened to a snapshot in the memory of the hosts, as this rank sees it.
+
+    A save into memory has two ends. ``released`` is the first one, and ``durable`` the second. The second one, and all
+    that happens on the way to it, come after the save has returned.
+
+    Attributes:
+        what: one of these:
+
+            - ``released``: all ranks have marked their files, so that all of them may die;
+            - ``copied``: all hosts that were to copy it have done so; told in the next save;
+            - ``draining``: it is to become durable, and agents have it;
+            - ``durable``: agents have committed it;
+            - ``superseded``: newer snapshots came before storage had it, so that it never becomes durable;
+            - ``refused``: another save has committed a checkpoint at its place;
+            - ``left``: a later life of the job has not gone on from it;
+            - ``damaged``: a file has changed in memory, so that it never becomes durable;
+            - ``unwatched``: the run is closed while agents go on with it;
+            - ``full``: the file system in memory has no room for it;
+            - ``unreachable``: a host cannot fetch its copies from another one, and goes on trying;
+            - ``stale``: a resumption has passed it over;
+            - ``passed_over``: a copy of a file was damaged or did not answer, so that the next copy was read;
+            - ``read``: a resumption has read bytes from one place.
+        step: of the training; None if it is not known.
+        operation: id of the save; empty if it is not known.
+        moment: ``time.monotonic()`` when this rank has learnt of it, in seconds.
+        seconds: from the call of the save until then; None if this process has not made the save.
+        nbytes: bytes of this rank's files, or those that were read.
+        place: the copy, host or file system; else empty.
+        said: the reason; else empty.
+    """
+
+    what: TierHappening
+    step: int | None
+    operation: str
+    moment: float
+    seconds: float | None = None
+    nbytes: int = 0
+    place: str = ""
+    said: str = ""
+
+
+Event = PhaseEvent | BudgetEvent | StageStart | StageEvent | RequestEvent | RetryEvent | TierEvent
 """Everything that an observer may get."""
 
 Observer = Callable[[Event], None]
 """Called once for each event of one save or load on this rank, as soon as it has happened.
+
+A :class:`TierEvent` may come after the end of the save.
 
 It is called on the event loop, or on the thread of a storage client, so it must be quick. An error that it raises is
 logged, and it is not called again.

@@ -29,7 +29,7 @@ is for storage without versions of its own, and :func:`flat_view` returns the by
 
 **Observers** get every :data:`Event` of one save or load: an :data:`Observer` is the function for
 ``SaveOptions(observe=...)``. Events are :class:`PhaseEvent`, :class:`StageStart`, :class:`StageEvent`,
-:class:`BudgetEvent`, :class:`RequestEvent` and :class:`RetryEvent`.
+:class:`BudgetEvent`, :class:`RequestEvent`, :class:`RetryEvent` and :class:`TierEvent`.
 
 Example::
 
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         RetryEvent,
         StageEvent,
         StageStart,
+        TierEvent,
     )
     from bcp.options import Graph
     from bcp.pipeline import Pipeline, Stage, tee
@@ -123,6 +124,7 @@ __all__ = [
     "StageStart",
     "Sweeper",
     "TensorMeta",
+    "TierEvent",
     "Tiling",
     "Unfinished",
     "check_key",
@@ -149,6 +151,7 @@ if not TYPE_CHECKING:
                 "RetryEvent",
                 "StageEvent",
                 "StageStart",
+                "TierEvent",
             ],
             "bcp.options": ["Graph"],
             "bcp.pipeline": ["Pipeline", "Stage", "tee"],

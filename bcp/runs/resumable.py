@@ -31,7 +31,7 @@ from bcp.runs.plans import Clock
 from bcp.runs.resuming import Candidates, Load, Resumed, resume
 from bcp.runs.roles import Role, Roles, roles_at
 from bcp.runs.states import RunStates
-from bcp.runs.tiered import MEMORY
+from bcp.runs.tiered import MEMORY, Tiered
 from bcp.runs.words import lost_metadata
 from bcp.state.random_states import RngState
 
@@ -246,8 +246,10 @@ class ResumableRun(MarkedRun):
             return resumed
         if keeper is not None and not settled.durable:
             self._saver.metrics[found.step] = found.metrics
-            ended = partial(keeper.uploads.ended, found.place, found.operation)
+            ended = partial(_adopted, tiers, keeper, found.step, found.place, found.operation)
             self._saves.drains.adopt(found.step, ended, self._saves.begin_keeping)
+        if settled.durable:
+            tiers.became_durable(found.step, found.operation)
         return replace(resumed, name=found.place, hosts=found.hosts)
 
     def _load_chosen(self, chosen: _Chosen) -> Body[Resumed]:
@@ -349,7 +351,7 @@ class ResumableRun(MarkedRun):
         place = found.storage if found is not None and is_near else f"{self._url}/{name}"
         call = load_call(place, states, self._framework, None, options, self._given)
         try:
-            return await call.run()
+            result = await call.run()
         except UncommittedError as error:
             if self._keeper is not None and self._keeper.has(step):
                 raise UncommittedError(lost_metadata(f"{shown(self._url)}/{name}")) from error
@@ -357,6 +359,9 @@ class ResumableRun(MarkedRun):
         except (CorruptError, MismatchError) as error:
             error.add_note(f"in the load of {shown(self._url)}/{name}")
             raise
+        if found is not None and is_near and self._tiered is not None:
+            self._tiered.loaded(found)
+        return result
 
     def reapply_random_states(self) -> None:
         """Set the random states again as :meth:`resume` has set them, on this rank; nothing after a new start.
@@ -395,6 +400,14 @@ def _goal(trust: Trust, step: int | None, *, fresh: bool) -> Goal:
     if fresh and goal != Goal(fresh=True):
         raise InputError(f"resume({goal}): fresh=True loads no checkpoint; leave the others out")
     return goal
+
+
+async def _adopted(tiers: Tiered, keeper: Keeper, step: int, place: str, operation: str) -> bool:
+    """Wait until the snapshot that was loaded has ended; return whether it is durable."""
+    is_durable = await keeper.uploads.ended(place, operation)
+    if is_durable:
+        tiers.became_durable(step, operation)
+    return is_durable
 
 
 async def _unasked() -> Candidates:

@@ -5,6 +5,7 @@ Agents write to storage. A trainer copies and marks, and looks what has become o
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -17,18 +18,22 @@ from bcp._agree import capture_error, collective_operation, gather_broadcast
 from bcp._calls import SaveCall, keep_call
 from bcp._log import log
 from bcp._messages.tiers import LeftBehind, Settled
+from bcp._record import store_drained
 from bcp.backends import shown
+from bcp.backends.place import place_of
 from bcp.coordinators.hosts import here, identity, stated_address
 from bcp.errors import BcpError, InputError, StorageError
-from bcp.events import SaveResult
+from bcp.events import SaveResult, TierEvent, TierHappening
 from bcp.options import SaveOptions
 from bcp.planners import Framework
 from bcp.policies.save import Moment, SavePolicy, as_save_policy, divided
 from bcp.protocols import Coordinator, States
 from bcp.runtime.threads import in_thread
+from bcp.telemetry.watch import Watch
+from bcp.tiers.following import Followed
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
-from bcp.tiers.notes import COMMITTED, GONE, LEFT, SUPERSEDED, Mark
+from bcp.tiers.notes import COMMITTED, GONE, LEFT, REFUSED, SUPERSEDED, Mark
 from bcp.tiers.options import Tiers
 from bcp.tiers.recovery import Found, Hosts, find_whole
 from bcp.tiers.saving import Aim
@@ -44,6 +49,14 @@ ALONE_SECONDS = 30.0
 """How long a host may be without an agent before that is told."""
 
 _LOOPBACK = "127.0.0.1"
+
+HAPPENINGS: Mapping[str, TierHappening] = {
+    GONE: "superseded",
+    SUPERSEDED: "superseded",
+    LEFT: "left",
+    REFUSED: "refused",
+}
+"""Outcomes of snapshots that never become durable; any other one is damage."""
 
 GiveUp = Callable[[Collection[tuple[str, str]]], Awaitable[Settled]]
 """Ends uploads in storage; takes place and operation of each."""
@@ -66,6 +79,7 @@ class Tiered:
         self._has_told, self._listen = False, ""
         self.found: Found | None = None
         self.branch = ""
+        self._watch = Watch("load", shown(url), observe=options.observe)
 
     # -- the way back ------------------------------------------------------------------------------
 
@@ -78,6 +92,8 @@ class Tiered:
 
         """
         await self.forget_found()
+        shown_url, observe = shown(self._url), self._options.observe
+        self._watch = Watch("load", shown_url, rank=ranks.rank, world_size=ranks.world_size, observe=observe)
         opened = partial(self._opened, ranks.rank, ranks.world_size)
         self.found, hosts = await find_whole(ranks, opened, self._node, self._options.timeout, branch=branch)
         sources = hosts.copied_by(self._node, self._tiers.copies - 1, self._tiers.stride)
@@ -91,12 +107,28 @@ class Tiered:
         """Tell of newer snapshots that are not whole, and of copies that the job has too few hosts for."""
         for reason in hosts.reasons:
             log.warning("a snapshot in memory is passed over: %s", reason)
+            self._happened("stale", None, "", said=reason)
         if copies < self._tiers.copies - 1:
             log.warning(
                 "the job has too few hosts for the copies that were asked for",
                 copies=self._tiers.copies,
                 hosts=len(hosts.names),
             )
+
+    def loaded(self, found: Found) -> None:
+        """Tell from where a resumption has read the bytes of this rank."""
+        for name, nbytes in found.storage.read_nbytes.items():
+            self._happened("read", found.step, found.operation, nbytes=nbytes, place=name)
+
+    def became_durable(self, step: int, operation: str) -> None:
+        """Tell that storage has the snapshot that the run has come back from."""
+        self._happened("durable", step, operation)
+
+    def _happened(
+        self, what: TierHappening, step: int | None, operation: str, nbytes: int = 0, place: str = "", said: str = ""
+    ) -> None:
+        """Tell what happens to snapshots of earlier lives."""
+        self._watch(TierEvent(what, step, operation, time.monotonic(), None, nbytes, place, said))
 
     async def forget_found(self) -> None:
         """End the connections to other hosts."""
@@ -183,7 +215,12 @@ class Tiered:
     ) -> SaveCall[SaveResult]:
         """Take this rank's place in a save into memory, in the caller's thread."""
         options = replace(self._options, step=aim.step)
-        return keep_call(self._joined, aim, states, framework, options, given, metrics=metrics)
+        path = self._shown(aim.place)
+        return keep_call(self._joined, aim, states, framework, options, given, metrics=metrics, path=path)
+
+    def _shown(self, place: str) -> str:
+        """Return the path of a checkpoint, for people."""
+        return f"{shown(self._url)}/{place}".rstrip("/")
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether a save is to be durable, given the step of the last one that was."""
@@ -206,6 +243,36 @@ class Tiered:
             StorageError: it will never be, and why.
 
         """
+        followed = self._joined.followers.of(kept.operation)
+        tell = _nobody if followed is None else followed.tell
+        tell("draining")
+        try:
+            outcome = await self._outcome(aim, kept)
+        except asyncio.CancelledError:
+            tell("unwatched")
+            raise
+        if outcome != COMMITTED:
+            error = StorageError(_never(aim.step, outcome))
+            tell(HAPPENINGS.get(outcome, "damaged"), str(error))
+            raise error
+        seconds = tell("durable")
+        if followed is not None and any(followed.records):
+            await self._record(aim, followed, seconds)
+        return replace(kept, path=f"{self._url}/{aim.place}", seconds=time.monotonic() - began)
+
+    async def _record(self, aim: Aim, followed: Followed, seconds: float) -> None:
+        """Leave the recording of a save beside the checkpoint, on rank 0."""
+        where, watch = f"{self._url}/{aim.place}".rstrip("/"), followed.watch
+        try:
+            place = place_of(where, None, self._options.storage_options, self._options.retries)
+            async with place.opened:
+                released = followed.released - watch.started
+                await store_drained(place.backend, watch, followed.records, released=released, durable=seconds)
+        except Exception as error:  # noqa: BLE001 -- the checkpoint is durable
+            log.info("no recording was stored", path=watch.path, error=repr(error))
+
+    async def _outcome(self, aim: Aim, kept: SaveResult) -> str:
+        """Wait until agents have ended a snapshot; return what has become of it."""
         mark, alone_since = Mark(kept.operation, kept.rank), time.monotonic()
         folder = self._joined.folder
         while not (outcome := await in_thread(folder.outcome_of, mark)):
@@ -215,9 +282,7 @@ class Tiered:
             elif time.monotonic() - alone_since > ALONE_SECONDS:
                 alone_since = time.monotonic()
                 await self._revive(aim.step)
-        if outcome != COMMITTED:
-            raise StorageError(_never(aim.step, outcome))
-        return replace(kept, path=f"{self._url}/{aim.place}", seconds=time.monotonic() - began)
+        return outcome
 
     async def _revive(self, step: int) -> None:
         """Start an agent, where there is none any more; or say that somebody has to."""
@@ -289,6 +354,11 @@ def tiered(
         names = ", ".join(codec.name for codec in options.codecs)
         raise InputError(f"codecs={names} do not go with tiers, whose agents have no code of yours")
     return Tiered(tiers, url, options, policy)
+
+
+def _nobody(_what: TierHappening, _said: str = "") -> float:
+    """Tell nobody: the snapshot is not known any more."""
+    return 0.0
 
 
 def _never(step: int, outcome: str) -> str:

@@ -17,7 +17,7 @@ from opentelemetry import metrics
 
 from bcp._log import log
 from bcp.errors import InputError
-from bcp.events import Event, LoadResult, RequestEvent, SaveResult, StageEvent
+from bcp.events import Event, LoadResult, RequestEvent, SaveResult, StageEvent, TierEvent
 from bcp.runtime import event_loop as _loop
 from bcp.telemetry.watch import Watch
 
@@ -72,6 +72,7 @@ class Alerts:
             waits of lazy snapshots for the optimizer's step included.
         max_age: seconds since the newest durable state. Its age counts from the call of the last committed save or of
             the last load. Without either, it counts from the job's start. Rank 0 tells, while nothing is saved too.
+            Snapshots in the memory of the hosts count once agents have made them durable.
         max_durable: seconds from the call of a save to its commit.
         on_alert: called with each :class:`Alert`, on bcp's event loop or a thread of a storage client. It must be
             quick, and must not save or load. Its errors are logged.
@@ -126,7 +127,10 @@ class Alerts:
         """Do nothing."""
 
     def happened(self, watch: Watch, event: Event) -> None:
-        """Look at a request."""
+        """Look at a request, and at a snapshot in memory that has become durable."""
+        if isinstance(event, TierEvent):
+            self._judge_tier(watch, event)
+            return
         limit = self.max_request_seconds
         if limit is None or not isinstance(event, RequestEvent) or watch in self._slow_requests:
             return
@@ -149,8 +153,17 @@ class Alerts:
         self._judge_throughput(watch, result)
         if isinstance(result, SaveResult):
             self._judge_save(watch, result)
-        if self._timer is not None:
+        if self._timer is not None and watch.tier == "storage":
             self._durable(watch.started, watch.path, watch.step)
+
+    def _judge_tier(self, watch: Watch, event: TierEvent) -> None:
+        """Judge a snapshot in memory, once it is durable."""
+        if event.what != "durable":
+            return
+        if event.seconds is not None:
+            self._judge_durable(watch, event.seconds)
+        if self._timer is not None:
+            self._durable(watch.started, watch.path, event.step)
 
     def _judge_throughput(self, watch: Watch, result: SaveResult | LoadResult) -> None:
         limit = self.min_throughput
@@ -171,11 +184,13 @@ class Alerts:
                 else "async_checkpoint=True waits for the snapshot only"
             )
             self._tell_of(watch, "max_stall", stall, self.max_stall, f"training waited {stall:.3g} s; {remedy}")
-        if self.max_durable is not None and result.seconds > self.max_durable:
-            sentence = (
-                f"the save was durable after {result.seconds:.3g} s; see the slowest stage and rank in bcp.report"
-            )
-            self._tell_of(watch, "max_durable", result.seconds, self.max_durable, sentence)
+        if watch.tier == "storage":
+            self._judge_durable(watch, result.seconds)
+
+    def _judge_durable(self, watch: Watch, seconds: float) -> None:
+        if self.max_durable is not None and seconds > self.max_durable:
+            sentence = f"the save was durable after {seconds:.3g} s; see the slowest stage and rank in bcp.report"
+            self._tell_of(watch, "max_durable", seconds, self.max_durable, sentence)
 
     def _judge_stages(self, watch: Watch) -> None:
         limit = self.straggler_ratio

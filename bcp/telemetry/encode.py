@@ -21,7 +21,7 @@ from bcp.telemetry.recording import EVENTS, FailureRecord, RankRecord, Recording
 from bcp.telemetry.settings import settings
 from bcp.telemetry.watch import Watch
 
-__all__ = ["MOST_ROWS", "figures_of", "joined", "merged", "packed", "recording_of_failure"]
+__all__ = ["MOST_ROWS", "drained", "figures_of", "joined", "merged", "packed", "recording_of_failure"]
 
 MOST_ROWS = 1_000_000
 """Events in one recording."""
@@ -112,6 +112,29 @@ def merged(watch: Watch, messages: Sequence[bytes]) -> Recording:
         dropped=sum(facts["dropped"] for facts in about.values()),
         more=more,
     )
+
+
+def drained(recording: Recording, released: float, durable: float) -> Recording:
+    """Return the recording of a save into memory that agents have made durable since: with a phase ``drain`` of rank 0.
+
+    Args:
+        recording: of the save, until all ranks had marked their files.
+        released: seconds from rank 0's call until then.
+        durable: seconds from rank 0's call until rank 0 knew of the commit.
+
+    """
+    later = next((rank.started - recording.time for rank in recording.ranks if rank.rank == 0), 0.0)
+    row: Row = "phase", "drain", "", 0, later + released, durable - released, 0.0, 1, "ok", ""
+    arrays = [arrow_array([value], kind) for value, kind in zip((0, *row), EVENTS.types, strict=True)]
+    events = pa.concat_tables([recording.events, pa.table(arrays, schema=EVENTS)]).combine_chunks()
+    ranks = [
+        replace(
+            rank,
+            figures={**rank.figures, "released_seconds": rank.figures.get("seconds", 0.0), "seconds": round(durable, 6)},
+        )
+        for rank in recording.ranks
+    ]
+    return replace(recording, ranks=tuple(ranks), events=events)
 
 
 def recording_of_failure(watch: Watch, failure: FailureRecord, place: Mapping[str, int], local_rank: int) -> Recording:

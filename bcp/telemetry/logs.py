@@ -12,7 +12,7 @@ import structlog
 
 from bcp._log import log, mark_logged
 from bcp._text import printable
-from bcp.events import LoadResult, SaveResult
+from bcp.events import Event, LoadResult, SaveResult, TierEvent
 from bcp.runtime.process import process_rlock
 from bcp.telemetry.failures import failure_of
 from bcp.telemetry.watch import Watch
@@ -35,11 +35,20 @@ class OperationLines:
     def joined(self, watch: Watch) -> None:
         """Do nothing."""
 
+    def happened(self, watch: Watch, event: Event) -> None:
+        """Log the second end of a save into memory, and copies of it, on rank 0; other rooms log what goes wrong."""
+        if isinstance(event, TierEvent) and event.what in ("durable", "copied"):
+            tell = log.info if watch.rank == 0 else log.debug
+            where = {"operation": event.operation, "rank": watch.rank, "path": watch.path, "rank_nbytes": event.nbytes}
+            seconds = {} if event.seconds is None else {"seconds": round(event.seconds, 3)}
+            tell(f"a snapshot is {event.what}", step=event.step, **where, **seconds)
+
     def ended(self, watch: Watch) -> None:
         """Log how it ended: at info level on rank 0, at debug level on others, at error level if it failed."""
         if watch.result is not None:
             tell = log.info if watch.rank == 0 else log.debug
-            tell("saved" if watch.kind == "save" else "loaded", **_figures(watch, watch.result))
+            saved = "saved" if watch.tier == "storage" else "saved into memory"
+            tell(saved if watch.kind == "save" else "loaded", **_figures(watch, watch.result))
         elif isinstance(watch.error, Exception):
             log.error(f"{watch.kind} failed", **_failure(watch, watch.error))
             mark_logged(watch.error)

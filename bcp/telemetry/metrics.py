@@ -25,9 +25,11 @@ from bcp.events import (
     SaveResult,
     StageEvent,
     StageStart,
+    TierEvent,
 )
 from bcp.runtime.process import process_lock
 from bcp.telemetry.settings import is_sdk
+from bcp.telemetry.tiers import TierCounters, TierStates
 from bcp.telemetry.watch import Watch
 
 __all__ = ["BOUNDARIES", "Metrics"]
@@ -92,6 +94,7 @@ class _Instruments:
         self._meter = meter
         self.blocking = self._seconds("bcp.save.blocking", "Time from the call until training could go on")
         self.stall = self._seconds("bcp.save.stall", "Blocking, and the time that optimizer steps waited")
+        self.released = self._seconds("bcp.save.released", "Time from the call until all ranks had a snapshot in memory")
         self.durable = self._seconds("bcp.save.durable", "Time from the call to the commit")
         self.lag = self._seconds("bcp.save.lag", "Time from the end of the snapshot to the commit")
         self.load = self._seconds("bcp.load.duration", "Time of a load")
@@ -103,6 +106,7 @@ class _Instruments:
         self.retries = meter.create_counter("bcp.retries", "{retry}", "Requests to storage that were made again")
         self.failures = meter.create_counter("bcp.failures", "{failure}", "Saves and loads that failed")
         self.corrupt = meter.create_counter("bcp.corrupt.blocks", "{block}", "Blocks that were not what was saved")
+        self.tiers = TierCounters(meter)
 
     def begin(self, kind: str) -> None:
         """Let counters be zero before they count: Prometheus takes no notice of the first value of a series."""
@@ -127,6 +131,7 @@ class Metrics:
         self._live: WeakKeyDictionary[Watch, _Live] = WeakKeyDictionary()
         self._stages: set[str] = set()
         self._newest: _Durable | None = None
+        self._tiers = TierStates()
         gauges: list[tuple[str, str, str, Callable[[], Iterable[Observation]]]] = [
             ("bcp.checkpoint.age", "s", "Time since the newest durable checkpoint was committed", self._age),
             ("bcp.checkpoint.step", "{step}", "Step of the newest durable checkpoint", self._step),
@@ -136,6 +141,9 @@ class Metrics:
                 "Work of all ranks that the newest durable checkpoint lacks",
                 self._at_risk,
             ),
+            ("bcp.tier.age", "s", "Time since the call of the save whose state is the newest in a tier", self._tiers.ages),
+            ("bcp.drain.snapshots", "{snapshot}", "Snapshots on their way to storage", self._tiers.waiting),
+            ("bcp.drain.bytes", "By", "Bytes of snapshots on their way to storage", self._tiers.nbytes),
             ("bcp.queue.occupancy", "{item}", "Items that wait for a stage", self._occupancy),
             ("bcp.staging.bytes", "By", "Staging memory in use", self._staging),
         ]
@@ -150,12 +158,17 @@ class Metrics:
             with self._lock:
                 self._live[watch] = _Live()
             self._to.begin(watch.kind)
+            if watch.tier == "memory":
+                self._to.tiers.begin()
 
     def joined(self, watch: Watch) -> None:
         """Do nothing."""
 
     def happened(self, watch: Watch, event: Event) -> None:
         """Record an event."""
+        if isinstance(event, TierEvent):
+            self._take(watch, event)
+            return
         live = self._live.get(watch)
         if live is None:
             return
@@ -181,7 +194,8 @@ class Metrics:
             self._record_failure(watch, watch.error, live)
         elif watch.result is not None:
             labels = {"kind": watch.kind}
-            self._to.nbytes.add(watch.result.nbytes, labels)
+            is_kept = watch.kind == "save" and watch.tier == "memory"
+            self._to.nbytes.add(watch.result.nbytes, {"kind": "memory"} if is_kept else labels)
             for stage, seconds in watch.result.stage_seconds.items():
                 self._to.stage.record(seconds, {**labels, "stage": stage})
             if isinstance(watch.result, LoadResult):
@@ -194,11 +208,29 @@ class Metrics:
         blocking = result.seconds if watch.blocking is None else watch.blocking
         self._to.blocking.record(blocking, labels)
         self._to.stall.record(blocking + result.step_wait_seconds, labels)
+        self._to.dedup.add(max(result.dedup_saved_bytes, 0))
+        if watch.tier == "memory":
+            return
         if "commit" in live.ends:
             self._to.durable.record(live.ends["commit"] - watch.started, labels)
         if {"commit", "snapshot"} <= live.ends.keys():
             self._to.lag.record(live.ends["commit"] - live.ends["snapshot"], labels)
-        self._to.dedup.add(max(result.dedup_saved_bytes, 0))
+
+    def _take(self, watch: Watch, event: TierEvent) -> None:
+        """Record what has happened to a snapshot in memory."""
+        lag = self._tiers.take(watch, event)
+        self._to.tiers.count(event)
+        if event.what == "released" and event.seconds is not None:
+            self._to.released.record(event.seconds)
+        if event.what != "durable":
+            return
+        if event.seconds is not None:
+            self._to.durable.record(event.seconds, {"background": True})
+            self._to.nbytes.add(event.nbytes, {"kind": "save"})
+        if lag is not None:
+            self._to.lag.record(lag, {"background": True})
+        committed = watch.time + event.moment - watch.started
+        self._newer(_Durable(committed, watch.time, event.step, watch.world_size))
 
     def _record_failure(self, watch: Watch, error: BaseException, live: _Live) -> None:
         """Count a failure by its stage, or its phase, and the type of its first cause."""
@@ -211,16 +243,24 @@ class Metrics:
 
     def _remember(self, watch: Watch, live: _Live) -> None:
         """Take note of a checkpoint that is durable, unless a newer one is known."""
-        if watch.result is None:
+        if watch.result is None or (watch.kind == "save" and watch.tier == "memory"):
             return
         now = time.time()
+        if watch.tier == "memory":
+            self._tiers.holds("memory", now)
+            return
         if watch.kind == "save":
             committed = watch.time + live.ends["commit"] - watch.started if "commit" in live.ends else now
             holds = watch.time
         else:
             committed, holds = _seconds_of(watch.created, now), now
-        if self._newest is None or committed >= self._newest.committed:
-            self._newest = _Durable(committed, holds, watch.step, watch.world_size)
+        self._tiers.holds("storage", holds)
+        self._newer(_Durable(committed, holds, watch.step, watch.world_size))
+
+    def _newer(self, durable: _Durable) -> None:
+        """Take note of a checkpoint, unless one is known that was committed later."""
+        if self._newest is None or durable.committed >= self._newest.committed:
+            self._newest = durable
 
     # -- the gauges --------------------------------------------------------------------------------
 

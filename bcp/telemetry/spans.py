@@ -22,7 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from bcp._version import __version__
 from bcp.errors import PeerError, StageError
-from bcp.events import PHASES, LoadResult, PhaseEvent, RequestEvent, SaveResult, StageEvent, told
+from bcp.events import LOST, PHASES, Event, LoadResult, PhaseEvent, RequestEvent, SaveResult, StageEvent, TierEvent, told
 from bcp.telemetry.settings import is_sdk, settings
 from bcp.telemetry.watch import Watch
 
@@ -45,6 +45,7 @@ class Spans:
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
         self._traces: WeakKeyDictionary[Watch, _Trace] = WeakKeyDictionary()
+        self._drains: dict[tuple[int, str], float] = {}
 
     def began(self, watch: Watch) -> None:
         """Begin rank 0's span, and set the watch's trace context; the other ranks have to learn that first."""
@@ -63,6 +64,31 @@ class Spans:
         made = self._traces.get(watch)
         if made is not None and made.span is None:
             made.begin(watch, _w3c.extract({"traceparent": watch.trace}, Context()))
+
+    def happened(self, watch: Watch, event: Event) -> None:
+        """Make an event of the operation's span, or the span of a snapshot's way to storage, which is over."""
+        if not isinstance(event, TierEvent):
+            return
+        made = self._traces.get(watch)
+        if made is not None and made.span is not None:
+            made.span.add_event(f"bcp.{event.what}", _of_tier(event), _clock(watch, event.moment))
+        elif event.what == "draining":
+            self._drains[watch.rank, event.operation] = event.moment
+        elif event.what in LOST or event.what in ("durable", "unwatched"):
+            started = self._drains.pop((watch.rank, event.operation), None)
+            if started is not None:
+                self._make_drain(watch, event, started)
+
+    def _make_drain(self, watch: Watch, event: TierEvent, started: float) -> None:
+        provider = self._provider or trace.get_tracer_provider()
+        if "phase" not in settings.spans or "operation" not in settings.spans or not is_sdk(provider):
+            return
+        tracer, parent = provider.get_tracer("bcp", __version__), _w3c.extract({"traceparent": watch.trace}, Context())
+        attributes = {**_common(watch), **_of_tier(event), "bcp.event": event.what, "bcp.background": True}
+        span = tracer.start_span("bcp.drain", parent, attributes=attributes, start_time=_clock(watch, started))
+        if event.what in LOST:
+            span.set_status(Status(StatusCode.ERROR, event.said))
+        span.end(_clock(watch, event.moment))
 
     def ended(self, watch: Watch) -> None:
         """Make all other spans, and end the operation's."""
@@ -288,6 +314,13 @@ def _of_request(event: RequestEvent) -> tuple[bool, float]:
 
 def _clock(watch: Watch, moment: float) -> int:
     return int(watch.time * 1e9) + int((moment - watch.started) * 1e9)
+
+
+def _of_tier(event: TierEvent) -> Attributes:
+    """Return the attributes that tell what has happened to a snapshot in memory."""
+    known = {"bcp.operation": event.operation, "bcp.step": event.step, "bcp.bytes": event.nbytes}
+    words = {"bcp.place": event.place, "bcp.reason": event.said}
+    return {name: value for name, value in {**known, **words}.items() if value not in (None, "")}
 
 
 def _common(watch: Watch) -> dict[str, Any]:

@@ -47,7 +47,10 @@ class LiveSink(Sink, Protocol):
     """A sink that follows each event besides."""
 
     def happened(self, watch: Watch, event: Event) -> None:
-        """Take an event."""
+        """Take an event.
+
+        A :class:`~bcp.events.TierEvent` may come outside of any save or load: its watch has ended, or never began.
+        """
 
 
 _sinks: tuple[Sink, ...] = ()
@@ -92,6 +95,8 @@ class Watch:
         time: ``time.time()`` at the same moment.
         events: all that happened, in the order in which it ended; at most 200,000.
         dropped: how many more there were.
+        tier: ``"storage"``, or ``"memory"`` if the snapshot is in the memory of the hosts, and nothing is durable at the
+            end.
         all_nbytes: bytes that all ranks wrote into data files; known on rank 0, once a save is committed.
         result: of an operation that ended well.
         error: the error that ended it.
@@ -124,6 +129,7 @@ class Watch:
         self.trace = ""
         self.created = ""
         self.blocking: float | None = None
+        self.tier: Literal["storage", "memory"] = "storage"
         self.events: list[Event] = []
         self.dropped = 0
         self.all_nbytes: int | None = None
@@ -132,6 +138,7 @@ class Watch:
         self.nbytes: int | None = None
         self.contents: Contents = _unknown
         self._written = 0
+        self._observe = observe
         self._observers = [] if observe is ignore else [observe]
         self._sinks = [] if kind == "prepare" else list(_sinks)
         self._live = [sink for sink in self._sinks if isinstance(sink, LiveSink)]
@@ -158,6 +165,21 @@ class Watch:
                 sink.happened(self, event)
             except Exception:  # noqa: BLE001 -- same
                 self._leave_out(sink)
+
+    def sequel(self) -> Watch:
+        """Return a watch for what becomes of a snapshot behind the end of its save: the same facts, and no events."""
+        sequel = Watch(
+            self.kind,
+            self.path,
+            rank=self.rank,
+            world_size=self.world_size,
+            step=self.step,
+            background=self.background,
+            observe=self._observe,
+            started=self.started,
+        )
+        sequel.time, sequel.operation, sequel.trace, sequel.tier = self.time, self.operation, self.trace, self.tier
+        return sequel
 
     def add(self, observer: Observer) -> None:
         """Pass later events on to one more observer."""

@@ -17,6 +17,7 @@ import torch
 from bcp.errors import StorageError
 from bcp.runtime.staging import map_file
 from bcp.stages.items import WriteItem
+from bcp.tiers.following import Followers
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.notes import told
 
@@ -44,6 +45,7 @@ class TierMemory:
             one that is being copied to other hosts, and the newest one that all hosts have copied.
         promised: operation of the newest snapshot that shall go to durable storage; empty for none.
         layout: digest of the layout of the last save; empty before the first.
+        followers: of the snapshots that are live.
     """
 
     def __init__(self, folder: NodeFolder, rank: int, url: str = "") -> None:
@@ -68,6 +70,7 @@ class TierMemory:
         self.live: frozenset[str] = frozenset()
         self.promised = ""
         self._copying = self._copied = ""
+        self.followers = Followers()
         self.layout = b""
         self._mapped: dict[Inode, Kept] = {}
         self._open: dict[str, Kept] = {}
@@ -103,6 +106,7 @@ class TierMemory:
 
         """
         if self.copies and is_copied:
+            self.followers.copied(self._copying)
             self._copied, self._copying = self._copying, operation
         self.live = frozenset({operation, self._copying, self._copied} - {""})
 

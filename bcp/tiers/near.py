@@ -6,6 +6,7 @@ the save has written, or an error that names all copies.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from bcp._log import log
 from bcp.backends.scattered import read_scattered
 from bcp.backends.small import get_small
 from bcp.errors import CorruptError, StorageError
+from bcp.events import TierEvent, emit
 from bcp.format.checksums import digests
 from bcp.format.container import digest
 from bcp.format.metadata import METADATA_KEY, Commit, decode_metadata, owner_of, receipt_key
@@ -152,6 +154,8 @@ class NearBackend(ReadOnly):
 
     def _pass_over(self, copy: Copy, key: str, reason: str) -> str:
         self.passed_over[copy.name] += 1
+        now, said = time.monotonic(), f"{key}: {reason}"
+        emit(TierEvent("passed_over", None, self._commit.operation, now, place=copy.name, said=said))
         log.warning("a copy in memory is passed over", copy=copy.name, key=key, reason=reason)
         return f"{copy.name}: {reason}"
 

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from bcp import _save as saving
-from bcp._agree import collective_operation, gather_broadcast, no_answer
+from bcp._agree import gather_broadcast, no_answer
 from bcp._job import SaveJob
 from bcp._messages.tiers import Intent, KnownLayout, ToldLayout
+from bcp._record import Record
 from bcp._workflow import edited, plan_save
-from bcp.errors import BcpError
-from bcp.events import SaveResult
+from bcp.errors import BcpError, StorageError
+from bcp.events import SaveResult, TierEvent
 from bcp.format.container import digest
 from bcp.format.receipt import Receipt, encode_receipt
 from bcp.pipeline import unwrap_stage_errors
@@ -32,6 +34,7 @@ from bcp.runtime.threads import (
 )
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.save import SaveContext, Writers, blocks_of, snapshot_graph
+from bcp.tiers.following import is_full
 from bcp.tiers.memory import TierMemory
 from bcp.tiers.notes import Mark
 
@@ -65,8 +68,9 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> SaveResult:
 
     The result is that of a snapshot which all ranks have marked; its seconds are those until then.
     """
+    record = Record(job)
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
-        async with job.opened, collective_operation(job.operation) as agreement:
+        async with job.opened, record.forgiving(job.operation) as agreement:
             with job.watch.phase("plan"):
                 held, opening, planned, items, values = await plan_save(agreement, job, snapshot, refusal)
                 known = await _layout(agreement, job, memory, planned.layout if planned else b"")
@@ -87,7 +91,11 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> SaveResult:
             memory.all_marked(opening.operation, is_copied=known.is_copied)
             if aim.durable:
                 memory.promised = opening.operation
-    return saving.result(job, held, opening, receipt, items, snapshot)
+            result = saving.result(job, held, opening, receipt, items, snapshot)
+            memory.followers.released(job.watch, result, memory.live)
+            await record.share(agreement, result)
+    memory.followers.recorded(opening.operation, record.shared)
+    return result
 
 
 async def _layout(agreement: Agreement, job: SaveJob, memory: TierMemory, layout: bytes) -> KnownLayout:
@@ -152,7 +160,12 @@ async def _copy(
     with ExitStack() as stack:
         stack.callback(snapshot.release)
         stack.enter_context(low_priority_threads(nice=options.nice, io=options.ionice))
-        await in_thread(memory.begin, sizes, operation)
+        try:
+            await in_thread(memory.begin, sizes, operation)
+        except StorageError as error:
+            if is_full(error):
+                _tell_full(job, memory, error)
+            raise
         context = SaveContext(memory, Writers(), saving.BLOCK_BYTES, snapshot.fence, len(changing), snapshot.copied)
         graph = edited(snapshot_graph(context, copy_workers=options.copy_workers), options.edit)
         if not changing:
@@ -164,3 +177,10 @@ async def _copy(
             raise BcpError(
                 f"{item.name} has {blob.nbytes} bytes where {item.nbytes} were planned: a custom stage did it"
             )
+
+
+def _tell_full(job: SaveJob, memory: TierMemory, error: StorageError) -> None:
+    """Tell that the file system in memory has no room for a snapshot."""
+    watch, now = job.watch, time.monotonic()
+    place, seconds = str(memory.folder.root), now - watch.started
+    watch(TierEvent("full", watch.step, watch.operation, now, seconds, watch.nbytes or 0, place, str(error)))

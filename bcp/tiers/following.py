@@ -1,0 +1,78 @@
+"""What becomes of the snapshots of one rank: told to those who follow its saves, also behind the end of a save."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from bcp.events import SaveResult, TierEvent, TierHappening
+from bcp.telemetry.watch import Watch
+
+__all__ = ["Followed", "Followers", "is_full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A snapshot of this rank that all ranks have marked.
+
+    Attributes:
+        watch: of its save, for what happens behind the end.
+        released: when all ranks had marked, in monotonic seconds.
+        nbytes: of this rank's files.
+        records: what each rank has recorded of the save; on rank 0 only, and empty if nothing is recorded.
+    """
+
+    watch: Watch
+    released: float
+    nbytes: int
+    records: Sequence[bytes] = ()
+
+    def tell(self, what: TierHappening, said: str = "") -> float:
+        """Tell what has happened; return the seconds since the call of the save."""
+        watch, now = self.watch, time.monotonic()
+        seconds = now - watch.started
+        watch(TierEvent(what, watch.step, watch.operation, now, seconds, self.nbytes, said=said))
+        return seconds
+
+
+class Followers:
+    """The newest snapshots of this rank, by operation."""
+
+    def __init__(self) -> None:
+        self._followed: dict[str, Followed] = {}
+
+    def released(self, watch: Watch, result: SaveResult, live: Collection[str]) -> None:
+        """Tell that all ranks have marked a snapshot; forget those that no recovery needs.
+
+        Args:
+            watch: of the save, which ends now.
+            result: of the save.
+            live: operations that a recovery may need.
+
+        """
+        followed = Followed(watch.sequel(), time.monotonic(), result.nbytes)
+        self._followed = {name: each for name, each in self._followed.items() if name in live}
+        self._followed[result.operation] = followed
+        seconds = followed.released - watch.started
+        watch(TierEvent("released", watch.step, result.operation, followed.released, seconds, result.nbytes))
+
+    def recorded(self, operation: str, records: Sequence[bytes]) -> None:
+        """Keep what the ranks have recorded of a save, until it is durable."""
+        self._followed[operation] = replace(self._followed[operation], records=records)
+
+    def copied(self, operation: str) -> None:
+        """Tell that all hosts have their copies of a snapshot."""
+        if operation in self._followed:
+            self._followed[operation].tell("copied")
+
+    def of(self, operation: str) -> Followed | None:
+        """Return a snapshot of this life; None if it is not known any more."""
+        return self._followed.get(operation)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that the file system in memory has no room."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno == errno.ENOSPC
