@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-PHASES = frozenset({"plan", "snapshot", "write", "commit", "open", "read", "finish"})
+PHASES = frozenset({"plan", "snapshot", "write", "commit", "drain", "open", "read", "finish"})
 """Phases of saves and loads. Every other name in a :class:`PhaseEvent` is one of :func:`bcp.telemetry.measure`."""
 
 Status = Literal["ok", "again", "failed"]

@@ -24,6 +24,7 @@ __all__ = [
     "Settled",
     "Sources",
     "ToldLayout",
+    "Troubles",
     "Want",
 ]
 
@@ -159,6 +160,17 @@ class Sources(Message, frozen=True):
     def __post_init__(self) -> None:
         count = len(self.addresses)
         expect(len(self.nodes) == count, reason=f"{len(self.nodes)} hosts with {count} addresses")
+
+
+class Troubles(Message, frozen=True):
+    """What the agent of a host fails at, and tries again."""
+
+    places: tuple[str, ...]  # names of hosts whose snapshots it cannot copy; or steps that storage does not take
+    reasons: tuple[str, ...]  # the last error of each
+
+    def __post_init__(self) -> None:
+        count = len(self.reasons)
+        expect(len(self.places) == count, reason=f"{len(self.places)} places with {count} reasons")
 
 
 class Want(Message, frozen=True):

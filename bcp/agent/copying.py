@@ -28,7 +28,7 @@ from bcp.runtime.threads import in_thread
 from bcp.tiers.digests import PART_BYTES, is_of, key_of, run_windows
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.intent import decode_intent
-from bcp.tiers.notes import Mark, Noted, told
+from bcp.tiers.notes import COPYING, Mark, Noted, told
 from bcp.tiers.peer import peer_at
 from bcp.tiers.wire import OFFER
 
@@ -75,7 +75,7 @@ class Copier:
     poll_seconds: float
     pace: Pace
     _held: dict[str, str] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
+    _told: dict[str, str] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Fetch until it is cancelled. Behind a failure it waits longer each time, unless the hosts change."""
@@ -97,12 +97,14 @@ class Copier:
             except (BcpError, OSError) as error:
                 tell = log.info if name in self._told else log.warning
                 tell("a snapshot of another host is not copied yet", host=name, error=str(error))
-                self._told.add(name)
+                self._told[name] = str(error)
                 is_well = False
             else:
-                self._told.discard(name)
+                self._told.pop(name, None)
             finally:
                 await files.aclose()
+        self._told = {name: error for name, error in self._told.items() if name in sources.nodes}
+        await in_thread(self.folder.put_troubles, COPYING, self._told)
         return is_well
 
     async def _fetch(self, files: Backend, name: str, number: int) -> None:

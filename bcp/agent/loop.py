@@ -22,7 +22,7 @@ from bcp.errors import BcpError, CorruptError
 from bcp.protocols import Backend
 from bcp.runtime.threads import in_thread
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import COMMITTED, REFUSED, SUPERSEDED, Mark
+from bcp.tiers.notes import COMMITTED, REFUSED, STORING, SUPERSEDED, Mark
 
 __all__ = ["Agent"]
 
@@ -76,6 +76,7 @@ class Agent:
     _next_try: dict[str, float] = field(default_factory=dict)
     _committed_age: float = 0.0
     _waits_since: dict[str, float] = field(default_factory=dict)
+    _troubles: dict[str, str] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Serve until the trainers have ended and their newest snapshot is durable, or for ``linger_seconds`` longer.
@@ -135,6 +136,7 @@ class Agent:
             if outcome is Outcome.COMMITTED:
                 self._committed_age = max(self._committed_age, generation.age)
             waiting = waiting or outcome in (None, Outcome.WAITING)
+        await in_thread(self.folder.put_troubles, STORING, self._troubles)
         await in_thread(self.folder.forget_ended)
         return not waiting
 
@@ -161,7 +163,9 @@ class Agent:
         except (BcpError, OSError) as error:
             log.warning("a snapshot is not durable yet", path=shown(path), step=intent.step, error=str(error))
             self._put_off(intent.operation)
+            self._troubles[intent.operation] = f"step {intent.step}: {error}"
             return None
+        self._troubles.pop(intent.operation, None)
         if outcome is Outcome.WAITING:
             self._waits_since.setdefault(intent.operation, time.monotonic())
             self._put_off(intent.operation)
@@ -169,7 +173,7 @@ class Agent:
 
     def _forget_others(self, operations: Collection[str]) -> None:
         """Forget the tries of snapshots that have ended."""
-        for tries in (self._tries, self._next_try, self._waits_since):
+        for tries in (self._tries, self._next_try, self._waits_since, self._troubles):
             for operation in tries.keys() - operations:
                 del tries[operation]
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from bcp.cli.screen import as_json as with_json
 from bcp.cli.screen import clean, print_json, table, when
 from bcp.runtime.imports import importing
+
+if TYPE_CHECKING:
+    from bcp.tiers.status import HostMemory
 
 __all__ = ["command"]
 
@@ -24,13 +29,17 @@ def command(folder: Path, *, as_json: bool) -> int:
     meanwhile.
     """
     with importing:
-        from bcp.telemetry.amounts import bytes_words  # noqa: PLC0415 -- the help does not need it
+        from bcp.telemetry.amounts import bytes_words, duration_words  # noqa: PLC0415 -- the help does not need it
         from bcp.tiers.status import look  # noqa: PLC0415 -- same
 
     memory = look(folder)
     if as_json:
         data = asdict(memory)
         data["snapshots"] = [each | {"marked": each["marked"].isoformat()} for each in data["snapshots"]]
+        for name in ("kept", "copied", "committed"):
+            data[name] = None if data[name] is None else data[name].isoformat()
+        data["queue"] = {"snapshots": len(memory.queue), "nbytes": sum(each.nbytes for each in memory.queue)}
+        data["seconds"] = {name: _age(moment) for name, moment in _tiers(memory).items()}
         print_json(data)
         return 0
     agent = f"serves other hosts at {memory.address}" if memory.address else "serves no other host"
@@ -38,6 +47,13 @@ def command(folder: Path, *, as_json: bool) -> int:
     click.echo(clean(f"ranks   {_numbers(memory.ranks) or 'none lives here'}"))
     click.echo(clean(f"agent   {agent if memory.is_served else 'none: start python -m bcp.agent'}"))
     click.echo(clean(f"copies  {', '.join(memory.copies) or 'of no other host'}"))
+    ages = {name: _age(moment) for name, moment in _tiers(memory).items()}
+    words = [f"{name} {duration_words(age)}" for name, age in ages.items() if age is not None]
+    click.echo(f"newest  {', '.join(words) or 'nothing'}")
+    queued = f"{len(memory.queue)} on their way to storage, {bytes_words(sum(each.nbytes for each in memory.queue))}"
+    click.echo(f"queue   {queued if memory.queue else 'empty'}")
+    for trouble in memory.troubles:
+        click.echo(clean(f"fails   {trouble}"))
     columns = ["step", "marked", "size", "ranks", "copied from", "state"]
     rows = [
         [
@@ -54,6 +70,16 @@ def command(folder: Path, *, as_json: bool) -> int:
         click.echo()
         table(columns, rows, right=["step", "size"])
     return 0
+
+
+def _tiers(memory: HostMemory) -> dict[str, datetime | None]:
+    """Return the moment of the newest state in each tier."""
+    return {"memory": memory.kept, "copies": memory.copied, "storage": memory.committed}
+
+
+def _age(moment: datetime | None) -> float | None:
+    """Return the seconds since a moment."""
+    return None if moment is None else max((datetime.now(UTC) - moment).total_seconds(), 0.0)
 
 
 def _numbers(ranks: tuple[int, ...]) -> str:

@@ -30,8 +30,8 @@ from bcp.policies.save import Moment, SavePolicy, as_save_policy, divided
 from bcp.protocols import Coordinator, States
 from bcp.runtime.threads import in_thread
 from bcp.telemetry.watch import Watch
-from bcp.tiers.following import Followed
 from bcp.tiers.folder import NodeFolder
+from bcp.tiers.following import Followed
 from bcp.tiers.memory import TierMemory
 from bcp.tiers.notes import COMMITTED, GONE, LEFT, REFUSED, SUPERSEDED, Mark
 from bcp.tiers.options import Tiers

@@ -127,14 +127,13 @@ def drained(recording: Recording, released: float, durable: float) -> Recording:
     row: Row = "phase", "drain", "", 0, later + released, durable - released, 0.0, 1, "ok", ""
     arrays = [arrow_array([value], kind) for value, kind in zip((0, *row), EVENTS.types, strict=True)]
     events = pa.concat_tables([recording.events, pa.table(arrays, schema=EVENTS)]).combine_chunks()
-    ranks = [
-        replace(
-            rank,
-            figures={**rank.figures, "released_seconds": rank.figures.get("seconds", 0.0), "seconds": round(durable, 6)},
-        )
-        for rank in recording.ranks
-    ]
-    return replace(recording, ranks=tuple(ranks), events=events)
+    ranks = tuple(replace(rank, figures=_two_ends(rank.figures, durable)) for rank in recording.ranks)
+    return replace(recording, ranks=ranks, events=events)
+
+
+def _two_ends(figures: Mapping[str, float], durable: float) -> Mapping[str, float]:
+    """Return a rank's figures with both durations: those until now are of the first end."""
+    return {**figures, "released_seconds": figures.get("seconds", 0.0), "seconds": round(durable, 6)}
 
 
 def recording_of_failure(watch: Watch, failure: FailureRecord, place: Mapping[str, int], local_rank: int) -> Recording:

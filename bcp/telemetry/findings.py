@@ -179,6 +179,8 @@ class Summary:
         seconds: from the first rank's call to the end.
         blocking: seconds of these that training waited for; all of them if it was no background save.
         background: the rest.
+        released: seconds until the memory of the hosts had the snapshot, where ``seconds`` are those until it was
+            durable; 0.0 for a save without a memory tier.
         nbytes: bytes of all ranks together.
         throughput: bytes a second, over ``seconds``.
         phases: in the order in which they began.
@@ -207,6 +209,7 @@ class Summary:
     seconds: float
     blocking: float
     background: float
+    released: float
     nbytes: float
     throughput: float
     phases: Sequence[PhaseFigures]

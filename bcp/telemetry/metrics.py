@@ -94,7 +94,7 @@ class _Instruments:
         self._meter = meter
         self.blocking = self._seconds("bcp.save.blocking", "Time from the call until training could go on")
         self.stall = self._seconds("bcp.save.stall", "Blocking, and the time that optimizer steps waited")
-        self.released = self._seconds("bcp.save.released", "Time from the call until all ranks had a snapshot in memory")
+        self.released = self._seconds("bcp.save.released", "Time from the call until all ranks had it in memory")
         self.durable = self._seconds("bcp.save.durable", "Time from the call to the commit")
         self.lag = self._seconds("bcp.save.lag", "Time from the end of the snapshot to the commit")
         self.load = self._seconds("bcp.load.duration", "Time of a load")
@@ -141,7 +141,12 @@ class Metrics:
                 "Work of all ranks that the newest durable checkpoint lacks",
                 self._at_risk,
             ),
-            ("bcp.tier.age", "s", "Time since the call of the save whose state is the newest in a tier", self._tiers.ages),
+            (
+                "bcp.tier.age",
+                "s",
+                "Time since the call of the newest save in a tier",
+                self._tiers.ages,
+            ),
             ("bcp.drain.snapshots", "{snapshot}", "Snapshots on their way to storage", self._tiers.waiting),
             ("bcp.drain.bytes", "By", "Bytes of snapshots on their way to storage", self._tiers.nbytes),
             ("bcp.queue.occupancy", "{item}", "Items that wait for a stage", self._occupancy),

@@ -22,7 +22,18 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from bcp._version import __version__
 from bcp.errors import PeerError, StageError
-from bcp.events import LOST, PHASES, Event, LoadResult, PhaseEvent, RequestEvent, SaveResult, StageEvent, TierEvent, told
+from bcp.events import (
+    LOST,
+    PHASES,
+    Event,
+    LoadResult,
+    PhaseEvent,
+    RequestEvent,
+    SaveResult,
+    StageEvent,
+    TierEvent,
+    told,
+)
 from bcp.telemetry.settings import is_sdk, settings
 from bcp.telemetry.watch import Watch
 

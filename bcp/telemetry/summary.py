@@ -43,7 +43,7 @@ TREND_VALUES = 3
 NEAR = 0.05
 """Stages whose utilisations differ by less are compared by their queues."""
 
-COLLECTIVE = frozenset({"plan", "write", "commit", "open", "read"})
+COLLECTIVE = frozenset({"plan", "write", "commit", "drain", "open", "read"})
 """Phases in which ranks wait for each other: all of them take long if one is slow."""
 
 FIGURES = ("seconds", "blocking", "throughput", "retries")
@@ -72,6 +72,7 @@ def summary_of(recording: Recording) -> Summary:
         seconds=seconds,
         blocking=blocking,
         background=max(seconds - blocking, 0.0),
+        released=_most(recording.ranks, "released_seconds"),
         nbytes=nbytes,
         throughput=nbytes / seconds if seconds > 0 else 0.0,
         phases=[_phase(phases, number) for number in range(len(phases.names))],

@@ -32,7 +32,7 @@ class TierCounters:
     """The counters of events, and of bytes by the place that they were read from."""
 
     def __init__(self, meter: Meter) -> None:
-        self.events: Counter = meter.create_counter("bcp.tier.events", "{event}", "What happened to snapshots in memory")
+        self.events: Counter = meter.create_counter("bcp.tier.events", "{event}", "Events of snapshots in memory")
         self.read: Counter = meter.create_counter("bcp.tier.read", "By", "Bytes that resumptions read from memory")
 
     def begin(self) -> None:

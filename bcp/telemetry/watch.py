@@ -95,8 +95,8 @@ class Watch:
         time: ``time.time()`` at the same moment.
         events: all that happened, in the order in which it ended; at most 200,000.
         dropped: how many more there were.
-        tier: ``"storage"``, or ``"memory"`` if the snapshot is in the memory of the hosts, and nothing is durable at the
-            end.
+        tier: ``"memory"`` if the snapshot is in the memory of the hosts, so that nothing is durable at the end; else
+            ``"storage"``.
         all_nbytes: bytes that all ranks wrote into data files; known on rank 0, once a save is committed.
         result: of an operation that ended well.
         error: the error that ended it.

@@ -66,6 +66,7 @@ def sentences(summary: Summary) -> list[str]:
     """Return the findings of one save or load as sentences, the most important first."""
     lines = [line for failure in summary.failures for line in failure_lines(failure)[:1]]
     if not summary.failures:
+        lines += _two_ends(summary)
         lines += _bottleneck(summary)
         lines += [f"Straggler: {_straggler(straggler)}." for straggler in summary.stragglers[:SHOWN]]
     more = len(summary.stragglers) - SHOWN
@@ -136,6 +137,16 @@ def plain(blocks: Sequence[Block]) -> str:
         lines += [f"  {line}" for line in block.lines]
         lines += _table([block.columns, *block.rows]) if block.rows else []
     return "\n".join(lines) + "\n"
+
+
+def _two_ends(summary: Summary) -> Iterator[str]:
+    """Yield the two durations of a save into memory."""
+    if summary.released:
+        later = _seconds(max(summary.seconds - summary.released, 0.0))
+        yield (
+            f"Memory tier: training waited {_seconds(summary.blocking)}, the memory of the hosts had the snapshot "
+            f"after {_seconds(summary.released)}, and agents made it durable {later} later."
+        )
 
 
 def _bottleneck(summary: Summary) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bcp.events import SaveResult, TierEvent, TierHappening
@@ -42,6 +42,7 @@ class Followers:
 
     def __init__(self) -> None:
         self._followed: dict[str, Followed] = {}
+        self._troubled: frozenset[str] = frozenset()
 
     def released(self, watch: Watch, result: SaveResult, live: Collection[str]) -> None:
         """Tell that all ranks have marked a snapshot; forget those that no recovery needs.
@@ -61,6 +62,19 @@ class Followers:
     def recorded(self, operation: str, records: Sequence[bytes]) -> None:
         """Keep what the ranks have recorded of a save, until it is durable."""
         self._followed[operation] = replace(self._followed[operation], records=records)
+
+    def troubles(self, watch: Watch, troubles: Mapping[str, str]) -> None:
+        """Tell of each host that copies have begun to fail with.
+
+        Args:
+            watch: of a save that is under way.
+            troubles: the last error with each host.
+
+        """
+        now = time.monotonic()
+        for host in troubles.keys() - self._troubled:
+            watch(TierEvent("unreachable", watch.step, "", now, place=host, said=troubles[host]))
+        self._troubled = frozenset(troubles)
 
     def copied(self, operation: str) -> None:
         """Tell that all hosts have their copies of a snapshot."""

@@ -17,9 +17,9 @@ import torch
 from bcp.errors import StorageError
 from bcp.runtime.staging import map_file
 from bcp.stages.items import WriteItem
-from bcp.tiers.following import Followers
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import told
+from bcp.tiers.following import Followers
+from bcp.tiers.notes import COPYING, told
 
 __all__ = ["TierMemory"]
 
@@ -96,6 +96,11 @@ class TierMemory:
     def is_copied(self) -> bool:
         """Whether other hosts have all files of this one that were to be copied last. Blocks."""
         return not self._copying or self.folder.is_copied(self._copying, self.copies)
+
+    def troubles(self) -> dict[str, str]:
+        """Return the hosts that this one cannot copy, and why; only one rank of the host does so. Blocks."""
+        troubles = self.folder.troubles(COPYING) if self.copies else {}
+        return troubles if troubles and self.rank == min(self.folder.members(), default=0) else {}
 
     def all_marked(self, operation: str, *, is_copied: bool) -> None:
         """Note that all ranks have marked a snapshot.

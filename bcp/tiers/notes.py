@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bcp._messages.tiers import Sources
+from bcp._messages.tiers import Sources, Troubles
 from bcp.errors import InputError, MessageError, StorageError
 from bcp.format.metadata import OPERATION
 
 __all__ = [
     "COMMITTED",
+    "COPYING",
     "GONE",
     "LEFT",
     "NOTE_DIRECTORIES",
     "REFUSED",
+    "STORING",
     "SUPERSEDED",
     "Mark",
     "Noted",
@@ -31,6 +33,9 @@ ENDED, WANTED, COPIES, COPIED = "ended", "wanted", "copies", "copied"
 NOTE_DIRECTORIES = ENDED, WANTED, COPIES, COPIED
 TOKEN, ADDRESS, PORT, RUN, SOURCES, FINISHED = "token", "address", "port", "run", "sources", "finished"
 NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
+
+COPYING, STORING = "trouble-copying", "trouble-storing"
+"""Names of the notes about an agent's troubles: with other hosts, and with storage."""
 
 COMMITTED, REFUSED = "COMMITTED", "REFUSED"
 
@@ -202,6 +207,39 @@ class Notes:
                 if OPERATION.fullmatch(path.name):
                     found[path.name] = path.read_text()
         return found
+
+    def newest_commit(self) -> float | None:
+        """Return when the newest commit of a save was noted, in seconds since the epoch; None if there is none."""
+        found = []
+        for operation, outcome in self.ended().items():
+            if outcome == COMMITTED:
+                with suppress(FileNotFoundError), told(self.root / ENDED / operation):
+                    found.append((self.root / ENDED / operation).stat().st_mtime)
+        return max(found, default=None)
+
+    # -- what the agent fails at -------------------------------------------------------------------
+
+    def put_troubles(self, kind: str, troubles: Mapping[str, str]) -> None:
+        """Say what the agent fails at, and why; empty once all goes well.
+
+        Args:
+            kind: :data:`COPYING` or :data:`STORING`.
+            troubles: the last error with each host, or with each snapshot.
+
+        """
+        data = Troubles(tuple(troubles), tuple(troubles.values())).encode()
+        before = self._small(kind)
+        if data != before and (troubles or before):
+            with told(self.root / kind):
+                write_small(self.root / kind, data)
+
+    def troubles(self, kind: str) -> dict[str, str]:
+        """Return what the agent fails at, and why."""
+        try:
+            troubles = Troubles.decode(self._small(kind), sender=0)
+        except MessageError:
+            return {}
+        return dict(zip(troubles.places, troubles.reasons, strict=True))
 
     def want(self, operation: str) -> None:
         """Let a snapshot become durable that was to stay in memory: the job goes on from it."""

@@ -106,6 +106,7 @@ async def _layout(agreement: Agreement, job: SaveJob, memory: TierMemory, layout
         is_known = all(each.digest == name for each in told)
         return KnownLayout(name, b"" if is_known else layout, all(each.is_copied for each in told)).encode()
 
+    memory.followers.troubles(job.watch, await in_thread(memory.troubles))
     own = ToldLayout(memory.layout, await in_thread(memory.is_copied)).encode()
     known = KnownLayout.decode(await gather_broadcast(agreement, "layout", job.rank, own, answer), sender=0)
     if known.layout:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from bcp.errors import InputError
 from bcp.tiers.folder import INTENTS, NodeFolder
-from bcp.tiers.notes import COMMITTED, LEFT, REFUSED, SUPERSEDED, Mark
+from bcp.tiers.notes import COMMITTED, COPYING, LEFT, REFUSED, STORING, SUPERSEDED, Mark
 
 __all__ = ["HostMemory", "HostSnapshot", "look"]
 
+ON_ITS_WAY = "on its way to storage"
 WORDS = {COMMITTED: "durable", LEFT: "given up", REFUSED: "refused", SUPERSEDED: "superseded"}
 
 
@@ -39,6 +40,11 @@ class HostSnapshot:
     marked: datetime
     state: str
 
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether it is on its way to storage."""
+        return self.state == ON_ITS_WAY
+
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
@@ -51,6 +57,10 @@ class HostMemory:
         address: where the agent lets other hosts read; empty if it does not.
         copies: names of the hosts that this one copies.
         snapshots: whole ones, the newest first.
+        kept: when the newest snapshot of this host was marked that a recovery can use; None if there is none.
+        copied: the same of the newest one that other hosts have copied.
+        committed: when this host has learnt of the newest commit; None if it knows of none.
+        troubles: what the agent fails at, and tries again.
     """
 
     run: str
@@ -59,6 +69,15 @@ class HostMemory:
     address: str
     copies: tuple[str, ...]
     snapshots: tuple[HostSnapshot, ...]
+    kept: datetime | None = None
+    copied: datetime | None = None
+    committed: datetime | None = None
+    troubles: tuple[str, ...] = ()
+
+    @property
+    def queue(self) -> tuple[HostSnapshot, ...]:
+        """The snapshots of this host that are on their way to storage."""
+        return tuple(each for each in self.snapshots if each.is_on_its_way and not each.copied_from)
 
 
 def look(root: Path) -> HostMemory:
@@ -94,6 +113,10 @@ def look(root: Path) -> HostMemory:
                 state=_state(folder, operation, durable=intent.durable),
             )
         )
+    own = [each for each in found if not each.copied_from and each.state != WORDS[LEFT]]
+    hosts = len(folder.sources().nodes)
+    copied = [each.marked for each in own if hosts and folder.is_copied(each.operation, hosts)]
+    committed = folder.newest_commit()
     return HostMemory(
         run=folder.run(),
         ranks=tuple(folder.members()),
@@ -101,6 +124,13 @@ def look(root: Path) -> HostMemory:
         address=folder.address(),
         copies=folder.sources().nodes,
         snapshots=tuple(sorted(found, key=lambda each: (-each.marked.timestamp(), each.copied_from))),
+        kept=max((each.marked for each in own), default=None),
+        copied=max(copied, default=None),
+        committed=None if committed is None else datetime.fromtimestamp(committed, UTC),
+        troubles=(
+            *(f"copies of {host}: {reason}" for host, reason in folder.troubles(COPYING).items()),
+            *folder.troubles(STORING).values(),
+        ),
     )
 
 
@@ -109,4 +139,4 @@ def _state(folder: NodeFolder, operation: str, *, durable: bool) -> str:
     ended = folder.ended().get(operation)
     if ended is not None:
         return WORDS.get(ended, ended.lower())
-    return "on its way to storage" if durable or operation in folder.wanted() else "in memory"
+    return ON_ITS_WAY if durable or operation in folder.wanted() else "in memory"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class Hosts:
         self.root = root
         self.folders = [NodeFolder(root / f"node-{node}") for node in range(nodes)]
         self.reasons: tuple[str, ...] = ()
+        self.told: list[bcp.extend.TierEvent] = []
 
     def train(self, *steps: int) -> dict[int, str]:
         """Let four ranks, two on each of two hosts, keep a snapshot of each step, and die; return their operations."""
@@ -122,6 +124,10 @@ class Hosts:
                 raise each
         return found
 
+    def observe(self, event: bcp.extend.Event) -> None:
+        if isinstance(event, bcp.extend.TierEvent):
+            self.told.append(event)
+
     def load(self, found: Sequence[Found | None]) -> int:
         """Load a snapshot on so many ranks as have found it; check every element, and return the step."""
         planners = [Flat(rank, len(found)) for rank in range(len(found))]
@@ -131,7 +137,8 @@ class Hosts:
             own = found[rank]
             assert own is not None
             states = {"model": {}, "extra_states": extras[rank]}
-            return await bcp.aload(own.storage, states, framework=planners[rank], options=LOADING, coordinator=ranks)
+            options = replace(LOADING, observe=self.observe)
+            return await bcp.aload(own.storage, states, framework=planners[rank], options=options, coordinator=ranks)
 
         for result in on_ranks(len(found), call):
             if isinstance(result, BaseException):
@@ -217,7 +224,11 @@ def test_a_flipped_bit_in_one_copy_leads_to_the_next_one(hosts: Hosts) -> None:
         flip(hosts.folders[0], kept[4], rank)
     found = hosts.find((0, 0, 1))
     assert hosts.load(found) == 4
-    assert sum(each.storage.passed_over["this host"] for each in found if each) > 0
+    count = sum(each.storage.passed_over["this host"] for each in found if each)
+    assert count > 0
+    told = [(event.what, event.place, event.operation) for event in hosts.told]
+    assert told == [("passed_over", "this host", kept[4])] * count
+    assert all("have checksum" in event.said for event in hosts.told)
 
 
 def test_a_flipped_bit_in_the_only_copy_is_named(hosts: Hosts) -> None:

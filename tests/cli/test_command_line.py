@@ -368,12 +368,16 @@ def test_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "agent   none: start python -m bcp.agent",
         "copies  of no other host",
     ]
-    assert [line.split()[0] for line in lines[5:]] == ["step", "2", "1"]
-    assert all("0 of 1" in line and line.endswith("in memory") for line in lines[6:])
+    assert lines[4].startswith("newest  memory ")
+    assert lines[5] == "queue   empty"
+    assert [line.split()[0] for line in lines[7:]] == ["step", "2", "1"]
+    assert all("0 of 1" in line and line.endswith("in memory") for line in lines[8:])
     found = data(capsys, "tiers", str(memory))
     assert (found["run"], found["ranks"], found["is_served"]) == (str(store), [0], False)
     assert sorted(each["copied_from"] for each in found["snapshots"]) == ["", "node-3"]
     assert all(each["nbytes"] > 0 and each["world_size"] == 1 for each in found["snapshots"])
+    assert found["seconds"]["memory"] >= 0
+    assert found["seconds"]["copies"] is found["seconds"]["storage"] is None
     with pytest.raises(ZeroDivisionError), run:
         raise ZeroDivisionError
     assert "none lives here" in said(capsys, "tiers", str(memory))

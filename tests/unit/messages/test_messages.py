@@ -98,6 +98,7 @@ from bcp._messages.tiers import (
     Settled,
     Sources,
     ToldLayout,
+    Troubles,
     Want,
 )
 from bcp._messages.tools import (
@@ -192,6 +193,7 @@ EXAMPLES: list[Message] = [
     Offered("0123456789abcdef", (0, 3)),
     Sources(("node-1",), ("10.0.0.1:7000",)),
     ToldLayout(bytes(16), is_copied=True),
+    Troubles(("node-1",), ("10.0.0.1:7000 does not serve this job",)),
     Want("model/00000-0123456789abcdef.safetensors", 1 << 20, 4096),
     Opening("0123456789abcdef", True, None, "", True, False),  # noqa: FBT003 -- an example
     Opening("0123456789abcdef", cached=False, version="etag", trace="00-1-2-01", compares=False, differs=True),
