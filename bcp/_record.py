@@ -170,13 +170,12 @@ async def store_drained(
     Args:
         backend: at the place of the checkpoint.
         watch: of the save.
-        messages: :attr:`Record.shared` of the save; nothing is written if all of them are empty.
+        messages: :attr:`Record.shared` of the save.
         released: seconds from the call until all ranks had marked their files.
         durable: seconds from the call until rank 0 knew of the commit.
 
     """
-    if any(messages):
-        await _store(backend, watch, messages, lambda recording: drained(recording, released, durable))
+    await _store(backend, watch, messages, lambda recording: drained(recording, released, durable))
 
 
 async def _store(

@@ -278,6 +278,51 @@ LOADS = Row(
     ],
 )
 
+TIERS = Row(
+    "Memory tier",
+    [
+        Panel(
+            "Age of the newest state in each tier",
+            "Time since the call of the newest save that the tier holds: work that is lost if nothing nearer is left.",
+            "s",
+            [Query("min by (tier) (bcp_tier_age_seconds{JOB})", "{{tier}}")],
+        ),
+        Panel(
+            "The two ends of a save",
+            "Mean of the slowest rank: until the memory of the hosts has the snapshot, and until it is durable.",
+            "s",
+            [
+                Query(_mean("bcp_save_released_seconds", "job"), "released"),
+                Query(_mean("bcp_save_durable_seconds", "job"), "durable"),
+            ],
+        ),
+        Panel(
+            "Queue to storage",
+            "Bytes of all ranks' snapshots that are on their way.",
+            "bytes",
+            [Query("sum by (job) (bcp_drain_bytes{JOB})", "{{job}}")],
+        ),
+        Panel(
+            "Snapshots on their way to storage",
+            "On the rank that has most. More than one means that storage is slower than the training saves.",
+            "none",
+            [Query("max by (job) (bcp_drain_snapshots{JOB})", "{{job}}")],
+        ),
+        Panel(
+            "Events",
+            "What happened to snapshots since the job's start, on the rank that has seen most.",
+            "none",
+            [Query("max by (event) (bcp_tier_events_total{JOB})", "{{event}}")],
+        ),
+        Panel(
+            "Bytes that resumptions read",
+            "From the memory of the own host, and from other hosts, by all ranks.",
+            "bytes",
+            [Query("sum by (place) (bcp_tier_read_bytes_total{JOB})", "{{place}}")],
+        ),
+    ],
+)
+
 STORAGE = Row(
     "Storage",
     [
@@ -356,7 +401,7 @@ NOW = Row(
     ],
 )
 
-ROWS: Sequence[Row] = (RISK, SAVES, LOADS, STORAGE, NOW)
+ROWS: Sequence[Row] = (RISK, SAVES, LOADS, TIERS, STORAGE, NOW)
 
 
 def _built(panel: Panel) -> stat.Panel | timeseries.Panel:

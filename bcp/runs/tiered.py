@@ -255,14 +255,17 @@ class Tiered:
             error = StorageError(_never(aim.step, outcome))
             tell(HAPPENINGS.get(outcome, "damaged"), str(error))
             raise error
-        seconds = tell("durable")
-        if followed is not None and any(followed.records):
+        seconds = time.monotonic() - began
+        if followed is not None:
+            seconds = followed.tell("durable")
             await self._record(aim, followed, seconds)
-        return replace(kept, path=f"{self._url}/{aim.place}", seconds=time.monotonic() - began)
+        return replace(kept, path=f"{self._url}/{aim.place}", seconds=seconds)
 
     async def _record(self, aim: Aim, followed: Followed, seconds: float) -> None:
         """Leave the recording of a save beside the checkpoint, on rank 0."""
         where, watch = f"{self._url}/{aim.place}".rstrip("/"), followed.watch
+        if not any(followed.records):
+            return
         try:
             place = place_of(where, None, self._options.storage_options, self._options.retries)
             async with place.opened:

@@ -71,8 +71,8 @@ class Alerts:
         max_stall: seconds for which training waits in a save: all of it, or up to the snapshot if it is asynchronous;
             waits of lazy snapshots for the optimizer's step included.
         max_age: seconds since the newest durable state. Its age counts from the call of the last committed save or of
-            the last load. Without either, it counts from the job's start. Rank 0 tells, while nothing is saved too.
-            Snapshots in the memory of the hosts count once agents have made them durable.
+            the last load from storage. Without either, it counts from the job's start. Rank 0 tells, while nothing is
+            saved too. Snapshots in the memory of the hosts count once agents have made them durable.
         max_durable: seconds from the call of a save to its commit.
         on_alert: called with each :class:`Alert`, on bcp's event loop or a thread of a storage client. It must be
             quick, and must not save or load. Its errors are logged.

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -80,8 +81,27 @@ class Rounds:
         failed = [self.fails(run), self.corrupt(run / f"step-{number}1")]
         Flaky.left = RETRIES
         options = bcp.SaveOptions(retries=bcp.RetryPolicy(first_pause_seconds=1e-3, longest_pause_seconds=1e-3))
+        kept = self.kept(run / "kept", 10 * number)
         saved.append(bcp.save(f"flaky://{run}/step-{number}3", self.state(), options=options))
-        return {"saved": [asdict(report) for report in saved], "loaded": [asdict(loaded)], "failed": failed}
+        reports = {"saved": saved, "loaded": [loaded], "kept": kept}
+        return {**{name: [asdict(each) for each in found] for name, found in reports.items()}, "failed": failed}
+
+    def kept(self, run: Path, step: int) -> list[bcp.SaveResult]:
+        """Save into memory alone, die, come back from there, and save into memory and storage; return both reports."""
+        tiers = bcp.Tiers(folder=self.folder / f"memory-{step}")
+        results: list[bcp.SaveResult] = []
+        with suppress(InterruptedError), bcp.Run(run, self.state(), save=1, durable=1000, tiers=tiers) as first:
+            first.resume()
+            stays = first.maybe_save(step - 1)
+            assert stays is not None
+            results.append(stays.wait())
+            raise InterruptedError
+        with bcp.Run(run, self.state(), save=1, tiers=tiers) as second:
+            assert second.resume() == step - 1
+            pending = second.maybe_save(step)
+            assert pending is not None
+            results.append(pending.wait())
+        return results
 
     def waiting(self, number: int) -> bcp.extend.Stage[Any, Any]:
         """Return a stage that waits for a file."""

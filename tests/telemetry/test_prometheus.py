@@ -29,14 +29,15 @@ DEADLINE = 1200.0
 HISTOGRAMS = {
     f"bcp_{name}_seconds"
     for name in (
-        *("save_blocking", "save_stall", "save_durable", "save_lag", "load_duration"),
+        *("save_blocking", "save_stall", "save_released", "save_durable", "save_lag", "load_duration"),
         *("stage_duration", "phase_duration", "storage_request"),
     )
 }
 OTHERS = {
     *("bcp_bytes_total", "bcp_retries_total", "bcp_failures_total", "bcp_dedup_bytes_total"),
     *("bcp_corrupt_blocks_total", "bcp_checkpoint_age_seconds", "bcp_checkpoint_step", "bcp_work_at_risk_seconds"),
-    *("bcp_queue_occupancy", "bcp_staging_bytes"),
+    *("bcp_queue_occupancy", "bcp_staging_bytes", "bcp_drain_snapshots", "bcp_drain_bytes"),
+    *("bcp_tier_age_seconds", "bcp_tier_events_total", "bcp_tier_read_bytes_total"),
 }
 
 
@@ -68,6 +69,10 @@ class Scraped:
         """Return the one value of a query, in which RANK stands for the label of the rank."""
         (value,) = self.prometheus.query(query.replace("RANK", f'dl_rank="{rank}"')).values()
         return value
+
+    def kept(self, rank: str, *, durable: bool) -> list[Any]:
+        """Return the reports of saves into memory, of those that stay there or of those that became durable."""
+        return self.reports[rank]["kept"][int(durable) :: 2]
 
     def sums(self, rank: str, name: str, field: str) -> Any:
         return sum(report[field] for report in self.reports[rank][name])
@@ -135,31 +140,37 @@ def test_every_metric_arrives_from_every_rank(job: Scraped) -> None:
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_durations_are_those_of_the_reports(job: Scraped, rank: str) -> None:
-    saved, loaded = job.reports[rank]["saved"], job.reports[rank]["loaded"]
-    assert (len(saved), len(loaded)) == (3 * ROUNDS, ROUNDS)
+    saved, loaded, kept = (job.reports[rank][name] for name in ("saved", "loaded", "kept"))
+    assert (len(saved), len(loaded), len(kept)) == (3 * ROUNDS, ROUNDS, 2 * ROUNDS)
     background = [report for report in saved if report["path"].endswith("1")]
     waited = [report for report in saved if report not in background]
-    assert job.value(rank, 'bcp_save_blocking_seconds_count{RANK, background="true"}') == len(background)
+    assert job.value(rank, 'bcp_save_blocking_seconds_count{RANK, background="true"}') == len([*background, *kept])
     blocking = job.value(rank, 'bcp_save_blocking_seconds_sum{RANK, background="true"}')
-    assert blocking == pytest.approx(sum(report["blocking_seconds"] for report in background))
+    assert blocking == pytest.approx(sum(report["blocking_seconds"] for report in [*background, *kept]))
     stall = job.value(rank, 'bcp_save_stall_seconds_sum{RANK, background="false"}')
     assert stall == pytest.approx(sum(report["seconds"] for report in waited))
     durable = job.value(rank, "sum(bcp_save_durable_seconds_sum{RANK})")
-    assert blocking < durable <= job.sums(rank, "saved", "seconds")
+    later = sum(report["seconds"] for report in job.kept(rank, durable=True))
+    assert blocking < durable <= job.sums(rank, "saved", "seconds") + later + 1e-9
+    assert job.value(rank, "bcp_save_released_seconds_count{RANK}") == len(kept)
     assert 0 < job.value(rank, "sum(bcp_save_lag_seconds_sum{RANK})") < durable
-    assert job.value(rank, "bcp_load_duration_seconds_sum{RANK}") == pytest.approx(job.sums(rank, "loaded", "seconds"))
+    assert job.value(rank, "bcp_load_duration_seconds_count{RANK}") == 2 * ROUNDS, "a load and a resumption in each"
+    assert job.value(rank, "bcp_load_duration_seconds_sum{RANK}") > job.sums(rank, "loaded", "seconds")
     for stage in ("d2h", "upload"):
         seconds = job.value(rank, f'bcp_stage_duration_seconds_sum{{RANK, kind="save", stage="{stage}"}}')
-        assert seconds == pytest.approx(sum(report["stage_seconds"][stage] for report in saved))
+        assert seconds == pytest.approx(sum(report["stage_seconds"].get(stage, 0) for report in [*saved, *kept]))
     commits = job.value(rank, 'bcp_phase_duration_seconds_count{RANK, kind="save", phase="commit"}')
-    assert commits == len(saved)
+    assert commits == len([*saved, *kept])
 
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_counters_are_those_of_the_reports(job: Scraped, rank: str) -> None:
-    assert job.value(rank, 'bcp_bytes_total{RANK, kind="save"}') == job.sums(rank, "saved", "nbytes")
-    assert job.value(rank, 'bcp_bytes_total{RANK, kind="load"}') == job.sums(rank, "loaded", "nbytes")
-    assert job.value(rank, "bcp_dedup_bytes_total{RANK}") == job.sums(rank, "saved", "dedup_saved_bytes")
+    drained = sum(report["nbytes"] for report in job.kept(rank, durable=True))
+    assert job.value(rank, 'bcp_bytes_total{RANK, kind="save"}') == job.sums(rank, "saved", "nbytes") + drained
+    assert job.value(rank, 'bcp_bytes_total{RANK, kind="memory"}') == job.sums(rank, "kept", "nbytes")
+    assert job.value(rank, 'bcp_bytes_total{RANK, kind="load"}') >= job.sums(rank, "loaded", "nbytes")
+    dedup = job.sums(rank, "saved", "dedup_saved_bytes") + job.sums(rank, "kept", "dedup_saved_bytes")
+    assert job.value(rank, "bcp_dedup_bytes_total{RANK}") == dedup
     assert job.value(rank, 'bcp_retries_total{RANK, kind="save"}') == scraped.RETRIES * ROUNDS
     again = 'sum(bcp_storage_request_seconds_count{RANK, backend="flaky", status="again"})'
     assert job.value(rank, again) == scraped.RETRIES * ROUNDS
@@ -170,6 +181,20 @@ def test_counters_are_those_of_the_reports(job: Scraped, rank: str) -> None:
     }
     kinds = ("save", "load") * ROUNDS
     assert failures == Counter(zip(kinds, job.reports[rank]["failed"], strict=True))
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_the_memory_tier_tells_its_events(job: Scraped, rank: str) -> None:
+    events = job.prometheus.query(f'bcp_tier_events_total{{dl_rank="{rank}"}} > 0')
+    counts = {dict(labels)["event"]: value for labels, value in events.items()}
+    assert counts["released"] == 2 * ROUNDS
+    assert counts["draining"] == ROUNDS
+    assert counts["durable"] >= ROUNDS, "also of those that the runs came back from, on rank 0"
+    assert {*counts} == {"released", "draining", "durable"}
+    assert job.value(rank, "bcp_drain_snapshots{RANK}") == job.value(rank, "bcp_drain_bytes{RANK}") == 0
+    ages = job.prometheus.query(f'bcp_tier_age_seconds{{dl_rank="{rank}"}}')
+    assert {dict(labels)["tier"] for labels in ages} == {"memory", "storage"}
+    assert job.value(rank, 'bcp_tier_read_bytes_total{RANK, place="own host"}') > 0
 
 
 def test_replicas_and_corrupt_blocks_are_counted_over_all_ranks(job: Scraped) -> None:
