@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from bcp.state.trainable import trainable
     from bcp.state.units import prefetch_data_state
     from bcp.tiers.options import Tiers
+    from bcp.tools.cooling import acool, apromote, cool, promote
 
 __all__ = [
     "AsyncCheckpoint",
@@ -68,17 +69,21 @@ __all__ = [
     "StepInfo",
     "Tiers",
     "__version__",
+    "acool",
     "alatest",
     "aload",
     "aprepare",
+    "apromote",
     "asave",
     "await_for_next",
+    "cool",
     "extend",
     "latest",
     "load",
     "policies",
     "prefetch_data_state",
     "prepare",
+    "promote",
     "report",
     "save",
     "save_async",
@@ -123,6 +128,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.testing": [],
             "bcp.tiers.options": ["Tiers"],
             "bcp.tools": [],
+            "bcp.tools.cooling": ["acool", "apromote", "cool", "promote"],
         },
         __all__,
         together=["bcp._api", "bcp.runs.run"],  # no later save, load or run imports anything

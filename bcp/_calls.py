@@ -325,7 +325,8 @@ def _common(
     if not states and ranks.world_size == 1:  # ranks of a larger job may be empty, but not all of them
         raise nothing_in(1)
     planner = _chooser(framework, states)
-    place = place_of(path, role, options.storage_options, options.retries)
+    cold = options.cold if isinstance(options, LoadOptions) else None
+    place = place_of(path, role, options.storage_options, options.retries, cold=cold)
     where = place.path
     watch = Watch(
         kind,

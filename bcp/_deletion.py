@@ -1,7 +1,8 @@
 """Who may delete: the files of a checkpoint go only after a read of the metadata that does not name them.
 
 Every sweep, undo and retention deletes files by :func:`delete_unnamed`, and metadata by :func:`withdraw`.
-:func:`may_delete` is the rule. An edit deletes the files that it has emptied by :func:`delete_dropped`.
+:func:`may_delete` is the rule. An edit deletes the files that it has emptied by :func:`delete_dropped`, and a move to a
+cold place those that it has copied by :func:`delete_copied`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "TRIES",
     "Attempt",
     "Committed",
+    "delete_copied",
     "delete_dropped",
     "delete_unnamed",
     "may_delete",
@@ -200,6 +202,28 @@ async def delete_dropped(
     for first in range(0, len(keys), BATCH):
         await backend.delete(keys[first : first + BATCH])
     return keys
+
+
+async def delete_copied(backend: Backend, keys: Sequence[str], version: Version) -> bool:
+    """Delete data files of a committed checkpoint; return whether its metadata have this version before and after.
+
+    The caller has compared every block of another copy with its checksum, and readers of the path find that copy. If
+    the metadata have another version before, nothing is deleted.
+
+    Args:
+        backend: over the checkpoint.
+        keys: of the data files.
+        version: of the metadata that name the files.
+
+    Raises:
+        StorageError: storage failed; the files stay, or some of them.
+
+    """
+    if await backend.version(METADATA_KEY) != version:
+        return False
+    for first in range(0, len(keys), BATCH):
+        await backend.delete(keys[first : first + BATCH])
+    return await backend.version(METADATA_KEY) == version
 
 
 @contextmanager

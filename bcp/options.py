@@ -227,6 +227,9 @@ class LoadOptions:
             may be secret, so they are shown nowhere.
         retries: how failed requests to an object store are made again; None for the defaults of
             :class:`~bcp.protocols.RetryPolicy`.
+        cold: where data files of a run's checkpoint may lie after :func:`bcp.cool`. ``"run"``: where the run's folder
+            says. A URL or path: the cold place of the run, in the place of what the folder says. None: nowhere, for
+            runs of people whom you do not trust. It is asked for files that are missing in the folder.
         record: leave a file with the events of all ranks in ``telemetry/`` of the checkpoint, for :func:`bcp.report`.
             No load fails by it. None: loads of training jobs leave one. A load that leaves out the optimizer of the
             checkpoint, as evaluation and export do, is that of a reader, and writes nothing. A checkpoint whose folder
@@ -260,6 +263,7 @@ class LoadOptions:
     timeout: float = field(default_factory=_timeout)
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     retries: RetryPolicy | None = None
+    cold: str | None = "run"
     record: bool | None = field(default_factory=_record_load)
     step: int | None = None
     observe: Observer = ignore
@@ -271,6 +275,8 @@ class LoadOptions:
         _positive(self, "budget_bytes", "read_bytes", "exchange_bytes", "io_workers", "copy_workers", "timeout")
         _whole_mib(self, "read_bytes")
         _one_of(self, "exchange", ("sockets", "gloo", "nccl"))
+        if self.cold is not None and (not isinstance(self.cold, str) or not self.cold):
+            raise InputError(f"cold={self.cold!r}: pass 'run', the path or URL of a cold place, or None for nowhere")
         _functions(self)
         _storage(self)
         blocks_of(self.rename)

@@ -16,7 +16,7 @@ from bcp.errors import InputError
 from bcp.protocols import Backend, RetryPolicy
 from bcp.runtime.imports import imported, importing
 
-__all__ = ["LocalBackend", "MemoryBackend", "child", "register", "resolve", "shown"]
+__all__ = ["LocalBackend", "MemoryBackend", "child", "has_backend", "register", "resolve", "shown"]
 
 Factory = Callable[[str, Mapping[str, Any], RetryPolicy | None], Backend]
 
@@ -113,6 +113,11 @@ def _factory(scheme: str, url: str) -> Factory:
         f"{shown(url)!r}: unknown scheme {scheme}://; known are plain local paths, {known}, and what fsspec knows; "
         "register one with bcp.backends.register(scheme, factory), or pass a Backend object as the path"
     )
+
+
+def has_backend(scheme: str) -> bool:
+    """Whether URLs of a scheme have a backend of bcp's own, or a registered one."""
+    return scheme.lower() in {*_factories, *_OWN}
 
 
 def register(scheme: str, factory: Callable[..., Backend]) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bcp.backends import child, resolve, shown
-from bcp.backends.local import absolute
+from bcp.backends.cooled import cooled
+from bcp.backends.local import absolute, fixed
 from bcp.errors import InputError
 from bcp.plan.shards import KINDS
 from bcp.protocols import Backend, RetryPolicy
@@ -50,8 +51,23 @@ def place_of(
     role: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     retries: RetryPolicy | None = None,
+    *,
+    cold: str | None = None,
 ) -> Place:
-    """Open the place of a checkpoint; nothing is read. Raises InputError if a role or path cannot be any."""
+    """Open the place of a checkpoint; nothing is read.
+
+    Args:
+        path: of the checkpoint.
+        role: below the path.
+        storage_options: for the file system of a URL.
+        retries: of failed requests.
+        cold: where data files may lie that were moved, as in :class:`bcp.LoadOptions`. A backend that is passed as an
+            object has no other place, and neither has a role below a path.
+
+    Raises:
+        InputError: a role or path cannot be any.
+
+    """
     if role is not None and (not isinstance(role, str) or role in RESERVED or not ROLE.fullmatch(role)):
         raise InputError(
             f"role={role!r} cannot name a directory of a checkpoint: use letters, digits, '-' and '_', and none of "
@@ -60,6 +76,8 @@ def place_of(
     match = _FILE.fullmatch(os.fsdecode(path)) if isinstance(path, str | os.PathLike) else None
     whole, where = resolve(path if match is None else match[1], storage_options, retries), words_of(path)
     backend = whole if match is None else child(whole, match[2])
+    if cold is not None and role is None and match is None and not isinstance(path, Backend):
+        whole = backend = cooled(whole, path, storage_options, retries, given=None if cold == "run" else fixed(cold))
     opened = nullcontext() if isinstance(path, Backend) else aclosing(whole)
     return Place(where, backend, opened) if role is None else Place(f"{where}/{role}", child(backend, role), opened)
 

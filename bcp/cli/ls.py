@@ -52,6 +52,7 @@ def command(run: str, storage_options: dict[str, Any], *, as_json: bool) -> int:
 def _state(step: StepInfo) -> str:
     """Return the marks of a checkpoint in few words."""
     words = [] if step.is_committed else ["not committed"]
+    words += ["cold"] if step.cold_nbytes else []
     words += [step.trust] if step.trust != "unknown" else []
     words += ["pinned"] if step.pinned else []
     words += [step.reason] if step.reason else []

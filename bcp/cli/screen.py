@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_json",
     "clean",
+    "cold",
     "drawn",
     "facts",
     "failed",
@@ -63,6 +64,11 @@ def storage(function: Callable[..., Any]) -> Callable[..., Any]:
 def target(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command ``--target-option``."""
     return _options("--target-option", "target_options", "an option for the file system of the target's URL")(function)
+
+
+def cold(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command ``--cold-option``."""
+    return _options("--cold-option", "cold_options", "an option for the file system of the cold place's URL")(function)
 
 
 def _options(name: str, argument: str, words: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -164,7 +164,8 @@ class StorageReader(storage.StorageReader):
         """Return the place of the checkpoint. Raises InputError if path or role cannot be any."""
         if self._path is None:
             raise InputError("StorageReader has no path; pass StorageReader(path), or dcp.load(checkpoint_id=...)")
-        return place_of(self._path, self._role, self._options.storage_options, self._options.retries)
+        options = self._options
+        return place_of(self._path, self._role, options.storage_options, options.retries, cold=options.cold)
 
     def _run(self, function: Callable[[], Awaitable[T]]) -> T:
         try:

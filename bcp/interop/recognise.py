@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from bcp.backends import LocalBackend, child
+from bcp.backends.cooled import hot_of
 from bcp.backends.files import open_regular
 from bcp.backends.prefixed import PrefixedBackend
 from bcp.errors import BcpError, CorruptError, NotACheckpointError
@@ -67,6 +68,7 @@ def is_foreign_folder(keys: Collection[str]) -> bool:
 
 async def _of_file(backend: Backend, path: str) -> Catalogue | None:
     """Return the catalogue of a file; None if its first bytes tell no format."""
+    backend = hot_of(backend)
     if not isinstance(backend, LocalBackend | PrefixedBackend):
         return None
     folder, key = await in_thread(_parts, backend)
@@ -115,6 +117,7 @@ def folder_of(backend: Backend) -> Backend:
         NotACheckpointError: the backend was passed as an object, and has no folder above.
 
     """
+    backend = hot_of(backend)
     if not isinstance(backend, LocalBackend | PrefixedBackend):
         raise NotACheckpointError(f"{backend!r} has no folder above: pass the folder that the file lies in")
     return _parts(backend)[0]

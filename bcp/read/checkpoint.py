@@ -69,8 +69,9 @@ class AsyncCheckpoint(Facts):
             raise InputError(
                 "options has rename= or edit=, which are for loads: names here are those of the checkpoint"
             )
-        self._options = chosen if storage_options is None else replace(chosen, storage_options=storage_options)
-        self._place = place_of(path, role, self._options.storage_options, self._options.retries)
+        chosen = chosen if storage_options is None else replace(chosen, storage_options=storage_options)
+        self._options = chosen
+        self._place = place_of(path, role, chosen.storage_options, chosen.retries, cold=chosen.cold)
         self.path = self._place.path
         self._opening = anyio.Lock()
         self._source: Source | None = None

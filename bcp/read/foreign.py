@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from bcp.backends import LocalBackend
+from bcp.backends.cooled import hot_of
 from bcp.backends.files import open_regular
 from bcp.backends.place import FILE_SUFFIXES
 from bcp.errors import CorruptError
@@ -41,6 +42,7 @@ async def foreign_words(backend: Backend, path: str, keys: Collection[str]) -> s
             return f"{path} has {key} of torch.distributed.checkpoint, and no .metadata: its save has not ended"
         if Path(name).suffix in FILE_SUFFIXES:
             return f"{path} is not a checkpoint, and has {key}, a file of torch.save: pass that file"
+    backend = hot_of(backend)
     if isinstance(backend, LocalBackend):
         return await _local_words(backend, path)
     return ""

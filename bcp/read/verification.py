@@ -23,7 +23,7 @@ from bcp.read.windows import Window, windows_of, wrong_block
 from bcp.runtime.threads import in_thread, in_thread_gc_paused
 from bcp.telemetry.amounts import bytes_words
 
-__all__ = ["Verification", "examine", "joined", "verification_of", "verify"]
+__all__ = ["Verification", "compare", "examine", "joined", "verification_of", "verify"]
 
 SHOWN = 20
 
@@ -106,7 +106,7 @@ async def examine(
             found.append(Examined(files=len(files) if part.reader == 0 else 0, damage=tuple(damage)))
             windows += part.of([window for key, file in files for window in windows_of(key, file)])
         if not fast:
-            found.append(await _compare(backend, windows, workers, told))
+            found.append(await compare(backend, windows, workers, told))
     return joined(found)
 
 
@@ -208,9 +208,7 @@ async def _files_of(
     return found, damage
 
 
-async def _compare(
-    backend: Backend, windows: Sequence[Window], workers: int, told: Callable[[int], object]
-) -> Examined:
+async def compare(backend: Backend, windows: Sequence[Window], workers: int, told: Callable[[int], object]) -> Examined:
     """Read windows, and compare them with their checksums."""
     damage: list[Damage] = []
 

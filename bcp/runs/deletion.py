@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from bcp._deletion import delete_unnamed, remove_folders, withdraw
-from bcp.backends import child
+from bcp.backends.cold import ColdPlaces
+from bcp.backends.cooled import cooled_child
 from bcp.backends.keys import check_key
 from bcp.errors import InputError
 from bcp.format.metadata import METADATA_KEY, operation_of
@@ -17,7 +18,7 @@ from bcp.telemetry.store import FOLDER as TELEMETRY
 __all__ = ["delete_checkpoint"]
 
 
-async def delete_checkpoint(backend: Backend, name: str, commit: Version) -> None:
+async def delete_checkpoint(backend: Backend, name: str, commit: Version, places: ColdPlaces) -> None:
     """Delete the objects below a folder, its metadata first, and the empty directories.
 
     Metadata that are not those of ``commit`` stay with their files: somebody has committed there since. In a folder of
@@ -27,12 +28,14 @@ async def delete_checkpoint(backend: Backend, name: str, commit: Version) -> Non
         backend: over the folder of the run.
         name: of the folder.
         commit: version of its metadata; "" if there were none, so that unfinished writes may be left.
+        places: cold places of the run. Data files there go, too.
 
     Raises:
-        StorageError: storage failed.
+        CorruptError: the run's record of cold places is damaged. Nothing was deleted.
+        StorageError: storage failed. Nothing was deleted if a cold place is not there.
 
     """
-    view = child(backend, name)
+    view = cooled_child(backend, name, places)
     keys = _deletable([info.key for info in await view.list()])
     if is_foreign_folder(keys):
         keys = list(filter(_is_own, keys))

@@ -15,18 +15,21 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import anyio
 
 from bcp._log import log
 from bcp.backends import child
+from bcp.backends.cold import ColdPlaces
+from bcp.backends.cooled import CooledBackend
 from bcp.backends.links import LinkFollower, followed, links_of
 from bcp.backends.objects.retry import JITTER, in_turns
 from bcp.backends.small import get_small
 from bcp.errors import BcpError, CorruptError, InputError, RunTakenError, StorageError
 from bcp.format.metadata import METADATA_KEY, Commit, decode_commit
 from bcp.policies.keep import Entry
-from bcp.protocols import Backend, Sweeper, Unfinished, Version, folders_of
+from bcp.protocols import Backend, RetryPolicy, Sweeper, Unfinished, Version, folders_of
 from bcp.runs.deletion import delete_checkpoint
 from bcp.runs.launches import stored_launch
 from bcp.runs.ledger import Ledger, Life
@@ -65,18 +68,29 @@ class Folder:
 
     """
 
-    def __init__(self, backend: Backend, url: str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+        retries: RetryPolicy | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """Take the place; nothing is read yet.
 
         Args:
             backend: over the folder. :meth:`aclose` closes it.
             url: for messages, without secrets.
+            storage_options: of the backend, for cold places of the run in the same kind of storage.
+            retries: of failed requests to them.
             clock: returns Unix seconds.
 
         """
         self._backend = backend
         self._url = url
         self._clock = clock
+        self._places = ColdPlaces(backend, url, storage_options, retries)
         self._ledger: Ledger | None = None
         self._version: Version | None = None
         self._names: dict[int, tuple[str, ...]] = {}
@@ -86,6 +100,11 @@ class Folder:
 
     def __repr__(self) -> str:
         return f"Folder({self._url})"
+
+    @property
+    def backend(self) -> Backend:
+        """Storage over the folder."""
+        return self._backend
 
     @property
     def url(self) -> str:
@@ -141,15 +160,25 @@ class Folder:
         data = await get_small(followed(self._backend, name), METADATA_KEY)
         return await in_thread(decode_commit, data, name)
 
-    async def nbytes_of(self, name: str) -> int:
-        """Return the bytes of all files of a folder. Links are followed.
+    async def nbytes_of(self, name: str) -> tuple[int, int, str]:
+        """Return the bytes of all files of a folder, those of the files that lie in cold places alone, and a complaint.
+
+        Links are followed. The complaint says why the cold places were not asked; it is empty for none.
 
         Raises:
+            CorruptError: the record of cold places is damaged.
             InputError: the folder is a link out of the run.
-            StorageError: storage failed.
+            StorageError: the folder cannot be listed.
 
         """
-        return sum(info.nbytes for info in await followed(self._backend, name).list())
+        view = CooledBackend(followed(self._backend, name), (self._places, name))
+        hot = {info.key: info.nbytes for info in await view.hot.list()}
+        try:
+            cold_files = await view.cold_files(again=False)
+        except StorageError as error:
+            return sum(hot.values()), 0, str(error)
+        cold = sum(info.nbytes for info in cold_files if info.key not in hot)
+        return sum(hot.values()) + cold, cold, ""
 
     async def committed(self, step: int) -> bool:
         """Ask storage whether a step has a commit object.
@@ -281,7 +310,7 @@ class Folder:
 
     async def _delete(self, name: str, commit: Version) -> None:
         if not await self.unlink(name):
-            await delete_checkpoint(self._backend, name, commit)
+            await delete_checkpoint(self._backend, name, commit, self._places)
 
     async def _commits(self, steps: Sequence[int]) -> dict[str, Version]:
         """Return the commit of each folder of some steps. Folders that cannot be read are told, and left out."""
@@ -490,6 +519,7 @@ class Folder:
 
     async def aclose(self) -> None:
         """Close the connections to storage."""
+        await self._places.aclose()
         await self._backend.aclose()
 
     def _taken(self) -> Ledger:

@@ -118,7 +118,7 @@ def folder_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] |
         place = os.path.expanduser(place)  # noqa: PTH111 -- a relative path stays one
         if ".." in place.split("/"):
             place = os.path.normpath(place)  # a run looks there, too
-    return Folder(resolve(place, storage_options), shown(place)), place.rstrip("/")
+    return Folder(resolve(place, storage_options), shown(place), storage_options), place.rstrip("/")
 
 
 async def _latest_whole(place: str, role: str, trust: Trust, storage_options: Mapping[str, Any] | None) -> str | None:

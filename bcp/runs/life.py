@@ -181,4 +181,5 @@ class RunLife:
 
     def _folder(self) -> Folder:
         options = self._save_options
-        return Folder(resolve(self._url, options.storage_options, options.retries), shown(self._url))
+        backend = resolve(self._url, options.storage_options, options.retries)
+        return Folder(backend, shown(self._url), options.storage_options, options.retries)

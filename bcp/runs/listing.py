@@ -26,9 +26,10 @@ class StepInfo:
         is_committed: whether it can be loaded. If not, a save is under way, was interrupted, or is being deleted.
         committed: when it was committed, in UTC; None if it is not, or if the run's ledger does not know it.
         nbytes: bytes of all its files.
+        cold_nbytes: bytes of those of its files that lie in a cold place, after :func:`bcp.cool`.
         metrics: numbers that the run has noted for the step.
         trust: ``"unknown"``, ``"verified"`` or ``"suspect"``.
-        reason: of the mark, or against a folder that cannot be a checkpoint.
+        reason: of the mark, against a folder that cannot be a checkpoint, or against a cold place that is not there.
         pinned: whether no policy may delete it.
     """
 
@@ -41,6 +42,7 @@ class StepInfo:
     trust: Literal["unknown", "verified", "suspect"] = "unknown"
     reason: str = ""
     pinned: bool = False
+    cold_nbytes: int = 0
 
 
 async def list_steps(folder: Folder, place: str) -> list[StepInfo]:
@@ -72,7 +74,9 @@ async def list_steps(folder: Folder, place: str) -> list[StepInfo]:
 async def _look(folder: Folder, step: int, name: str, path: str) -> StepInfo:
     """Ask storage about a folder. A link out of the run is no checkpoint of it, and says so."""
     try:
-        return StepInfo(step, path, bool(await folder.commit_of(name)), None, await folder.nbytes_of(name))
+        is_committed = bool(await folder.commit_of(name))
+        nbytes, cold_nbytes, complaint = await folder.nbytes_of(name)
+        return StepInfo(step, path, is_committed, None, nbytes, reason=complaint, cold_nbytes=cold_nbytes)
     except (InputError, CorruptError) as error:
         return StepInfo(step, path, is_committed=False, committed=None, nbytes=0, reason=str(error))
 
@@ -84,6 +88,6 @@ def _marked(info: StepInfo, entry: Entry) -> StepInfo:
         committed=datetime.fromtimestamp(entry.committed, UTC),
         metrics=entry.metrics,
         trust=entry.trust,
-        reason=entry.reason,
+        reason="; ".join(filter(None, [entry.reason, info.reason])),
         pinned=entry.pinned,
     )

@@ -441,7 +441,8 @@ def roles_at(
     """Return what a role asks about the others, below a path."""
 
     def open_folder(name: str) -> Folder:
-        return Folder(resolve(f"{url}/{name}", storage_options, retries), shown(f"{url}/{name}"))
+        below = f"{url}/{name}"
+        return Folder(resolve(below, storage_options, retries), shown(below), storage_options, retries)
 
     return Roles(role, shown(url), resolve(url, storage_options, retries), open_folder)
 

@@ -11,6 +11,7 @@ from bcp.runtime.imports import lazy_names
 
 if TYPE_CHECKING:
     from bcp.tools.collection import Remains, acollect, collect
+    from bcp.tools.cooling import CoolResult
     from bcp.tools.copying import CopyResult, acopy, copy
     from bcp.tools.difference import Difference, TensorDifference, ValueDifference, adiff, diff
     from bcp.tools.editing import EditResult, aedit, edit
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from bcp.tools.verifying import averify, verify
 
 __all__ = [
+    "CoolResult",
     "CopyResult",
     "Difference",
     "EditResult",
@@ -69,6 +71,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "bcp.tools.collection": ["Remains", "acollect", "collect"],
+            "bcp.tools.cooling": ["CoolResult"],
             "bcp.tools.copying": ["CopyResult", "acopy", "copy"],
             "bcp.tools.difference": ["Difference", "TensorDifference", "ValueDifference", "adiff", "diff"],
             "bcp.tools.editing": ["EditResult", "aedit", "edit"],

@@ -119,7 +119,7 @@ async def acollect(
     """Do the same as :func:`collect` from a coroutine."""
     if isinstance(min_age_seconds, bool) or not isinstance(min_age_seconds, int | float) or not min_age_seconds >= 0:
         raise InputError(f"min_age_seconds={min_age_seconds!r} has to be a number of seconds, 0 or more")
-    place = place_of(path, None, storage_options)
+    place = place_of(path, None, storage_options, cold="run")
     async with place.opened:
         found: list[Remains] = []
         for (folder, operation), save in sorted((await _uncommitted(place.backend, place.path)).items()):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,24 +20,20 @@ from bcp.backends.place import Path, Place, place_of
 from bcp.backends.small import get_small
 from bcp.errors import CorruptError, ExistsError, InputError, StorageError
 from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of
-from bcp.format.receipt import decode_receipt, receipt_digest
+from bcp.format.receipt import FileReceipt, decode_receipt, receipt_digest
 from bcp.options import LoadOptions, timeout_of
-from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
 from bcp.plan.layout import named_files
-from bcp.protocols import Coordinator, PartWriter, Sweeper, Unfinished, Version, at_once_of
+from bcp.protocols import Coordinator, Sweeper, Unfinished, Version
 from bcp.read.opening import read_metadata
 from bcp.read.receipts import file_of
 from bcp.read.replaced import say_if_replaced
 from bcp.read.source import Source
-from bcp.read.windows import Window, windows_of, wrong_block
-from bcp.runtime.threads import in_thread, in_thread_gc_paused
+from bcp.runtime.threads import in_thread_gc_paused
 from bcp.tools.calls import Progress, called, counting, ignore_progress, say_what_is_left
+from bcp.tools.checked_copy import copy_data_file
 from bcp.tools.sharing import Ranks, sharing
 
 __all__ = ["CopyResult", "acopy", "copy"]
-
-PART_BYTES = 32 << 20
-"""Bytes that are read, compared and written at once; a store with 10,000 parts an object takes files of 320 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +136,10 @@ async def acopy(
     async with sharing("copy", coordinator, timeout_of(None)) as ranks, AsyncExitStack() as stack:
 
         async def opened() -> _Copying:
-            places = place_of(source, role, storage_options), place_of(target, role, target_options)
+            places = (
+                place_of(source, role, storage_options, cold="run"),
+                place_of(target, role, target_options, cold="run"),
+            )
             for place in places:
                 await stack.enter_async_context(place.opened)
             return await _Copying.of(*places, ranks, progress, overwrite=overwrite)
@@ -328,7 +326,7 @@ class _Copying:
             # an edit may have dropped a file
             for file in part.of([file for file in receipt.files if (rank, file.kind) in named]):
                 name, checked = file_of(self.metadata, receipt, file.kind, nbytes.get((rank, file.kind)))
-                await self._data_file(name, windows_of(name, checked, PART_BYTES), checked.stored_nbytes)
+                await self._data_file(name, checked)
             if part.reader == 0:
                 self.written.append(key)
                 await self.goal.backend.put(key, data)
@@ -342,30 +340,15 @@ class _Copying:
             raise CorruptError(f"{key} of the source is not the receipt that was committed; restore it")
         return data
 
-    async def _data_file(self, key: str, windows: list[Window], nbytes: int) -> None:
-        """Copy a data file by parts, several at once."""
-        workers = min(at_once_of(self.origin.backend), at_once_of(self.goal.backend))
-        number = {window.name: index for index, window in enumerate(windows)}
+    async def _data_file(self, key: str, file: FileReceipt) -> None:
+        """Copy a data file, and count its bytes."""
+
+        def told(nbytes: int) -> None:
+            self.nbytes += nbytes
+            self.told(nbytes)
+
         self.written.append(key)
-
-        async def move(writer: PartWriter, window: Window) -> None:
-            memory = memoryview(bytearray(window.nbytes))
-            try:
-                await self.origin.backend.read_into(key, window.start, memory)
-            except FileNotFoundError as error:
-                raise CorruptError(f"{key} of the source is missing; restore it") from error
-            if wrong := await in_thread(partial(wrong_block, window, memory)):
-                raise CorruptError(f"the source is damaged: {wrong}")
-            await writer.write_part(number[window.name], window.start, memory)
-            self.nbytes += window.nbytes
-            self.told(window.nbytes)
-
-        start: Pipeline[Window, Window] = Pipeline()
-        largest = max((window.nbytes for window in windows), default=1)
-        with unwrap_stage_errors():
-            async with self.goal.backend.open_write(key, nbytes) as writer:
-                graph = start.then(Stage("copy", partial(move, writer), workers=workers))
-                await graph.run(windows, budget=Budget(max(largest, 1) * workers))
+        await copy_data_file(self.origin.backend, key, self.goal.backend, key, file, told)
 
 
 def _joined(copied: Sequence[Copied]) -> Copied:

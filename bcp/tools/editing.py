@@ -171,7 +171,7 @@ async def aedit(
     progress: Progress = ignore_progress,
 ) -> EditResult:
     """Do the same as :func:`edit` from a coroutine."""
-    began, place = time.monotonic(), place_of(path, role, storage_options)
+    began, place = time.monotonic(), place_of(path, role, storage_options, cold="run")
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(place.opened)
         added = await _added(add, storage_options, stack)

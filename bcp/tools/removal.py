@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from bcp._deletion import Committed, delete_unnamed, read_committed, remove_folders, withdraw
 from bcp._text import shown
 from bcp.backends import LocalBackend, child
+from bcp.backends.cooled import above, cooled
 from bcp.backends.place import Path, place_of
 from bcp.backends.prefixed import PrefixedBackend
 from bcp.errors import BcpError, ExistsError, InputError, NotACheckpointError, UncommittedError
@@ -19,6 +19,7 @@ from bcp.protocols import Backend, ObjectInfo
 from bcp.read.opening import read_metadata
 from bcp.runs.latest import folder_of
 from bcp.runs.names import step_of
+from bcp.runtime.threads import in_thread
 from bcp.telemetry.store import FOLDER as TELEMETRY
 from bcp.tools.calls import called
 
@@ -55,7 +56,8 @@ def remove(
 
     The metadata go first, so a reader sees a whole checkpoint or none. Only files of the save that is named by the
     metadata go, and recordings. Files of any other save may belong to a save that runs now: they stay. So do files of
-    another library: of a checkpoint that was imported without a copy, only ``metadata.arrow`` goes.
+    another library: of a checkpoint that was imported without a copy, only ``metadata.arrow`` goes. Data files that
+    :func:`bcp.cool` has moved go with the others.
 
     A training job may go on in the run. Its ledger drops the step at its next start.
 
@@ -97,17 +99,21 @@ async def aremove(
 ) -> RemoveResult:
     """Do the same as :func:`remove` from a coroutine."""
     place = place_of(path, role, storage_options)
-    async with place.opened:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(place.opened)
         backend = _without_dots(place.backend)
+        parent = await in_thread(_above, path, backend)
         if isinstance(backend, LocalBackend) and backend.root.is_symlink():
             raise InputError(f"{place.path} is a symbolic link to {backend.root.resolve()}: pass that, or unlink it")
+        if parent[0] and role is None and not isinstance(path, Backend):
+            backend = await stack.enter_async_context(aclosing(cooled(backend, path, storage_options)))
         version = await backend.version(METADATA_KEY)
         if version is None:
             await _refuse(backend, place.path)
             raise NotACheckpointError(f"{place.path} was written by another library: delete its files by other means")
         committed, listed = await read_committed(backend), await backend.list()
         if not force:
-            await _check(_above(path, backend), place.path, committed, listed, storage_options)
+            await _check(parent, place.path, committed, listed, storage_options)
         own = [info for info in listed if _is_own(info.key, committed)]
         if not await withdraw(backend, {METADATA_KEY: version}):
             raise ExistsError(f"{place.path}: another save has committed here meanwhile; nothing was deleted")
@@ -117,9 +123,9 @@ async def aremove(
         if not kept and committed.operations & (await read_committed(backend)).operations:
             # a copy of the same save has committed since the metadata went, and its files have gone with the others
             await withdraw(backend, {METADATA_KEY: await backend.version(METADATA_KEY)})
-        above, name = _above(path, backend)
-    if above and not kept and not others:
-        await _remove_folder(*((f"{above}/{name}", role) if role else (above, name)), storage_options)
+    run, name = parent
+    if run and not kept and not others:
+        await _remove_folder(*((f"{run}/{name}", role) if role else (run, name)), storage_options)
     return RemoveResult(place.path, committed.operation, len(own) - len(kept), nbytes, (*kept, *others))
 
 
@@ -199,20 +205,10 @@ def _is_own(key: str, committed: Committed) -> bool:
 
 
 def _above(path: Path, backend: Backend) -> tuple[str, str]:
-    """Return the folder of a checkpoint and its name there; ("", "") for a backend and for the root of a store.
-
-    Other spellings of a path lead to the same run, as ``run/step-1/.`` and ``run/step-1/model/..``.
-    """
+    """Return the folder of a checkpoint and its name there; ("", "") for a backend and for the root of a store."""
     if isinstance(path, Backend):
         return "", ""
-    whole = backend.whole if isinstance(backend, PrefixedBackend) else backend
-    if isinstance(whole, LocalBackend):
-        real = whole.root.resolve()
-        return (str(real.parent), real.name) if real.name else ("", "")
-    scheme, _, rest = os.fsdecode(path).partition("://")
-    parts = [part for part in rest.split("/") if part]
-    slash = "/" if rest.startswith("/") else ""
-    return (f"{scheme}://{slash}{'/'.join(parts[:-1])}", parts[-1]) if len(parts) > 1 else ("", "")
+    return above(path, backend.whole if isinstance(backend, PrefixedBackend) else backend)
 
 
 async def _remove_folder(parent: str, name: str, storage_options: Mapping[str, Any] | None) -> None:

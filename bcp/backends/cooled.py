@@ -1,0 +1,270 @@
+"""A checkpoint of a run whose data files may lie in a cold place: files that are missing here are read from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bcp.backends import resolve
+from bcp.backends.cold import STEP_FOLDER, ColdPlaces, OpenPlace, cold_name, hot_name
+from bcp.backends.local import LocalBackend
+from bcp.backends.prefixed import child
+from bcp.backends.scattered import read_scattered
+from bcp.format.metadata import owner_of
+from bcp.protocols import (
+    Backend,
+    Buffer,
+    ObjectInfo,
+    PartWriter,
+    RetryPolicy,
+    Sweeper,
+    Unfinished,
+    Version,
+    at_once_of,
+    folders_of,
+    retries_of,
+)
+from bcp.runtime.threads import in_thread
+
+__all__ = ["CooledBackend", "above", "cooled", "cooled_child", "hot_of", "is_data_file"]
+
+Side = tuple[ColdPlaces, str]
+"""The cold places of a run, and the name of one of its folders."""
+
+
+def is_data_file(key: str) -> bool:
+    """Whether a key is that of a data file of a checkpoint, which may be moved. Receipts never are."""
+    return owner_of(key) is not None and not key.startswith("receipts/")
+
+
+def hot_of(backend: Backend) -> Backend:
+    """Return the storage under the path itself."""
+    return backend.hot if isinstance(backend, CooledBackend) else backend
+
+
+def above(path: str | os.PathLike[str], backend: Backend) -> tuple[str, str]:
+    """Return the folder above a path and the path's name there; ("", "") for the root of a store. Blocks.
+
+    Other spellings of a path lead to the same folder, as ``run/step-1/.`` and ``run/step-1/model/..``. Links are
+    followed.
+    """
+    if isinstance(backend, LocalBackend):
+        real = Path(os.path.realpath(backend.root))
+        return (str(real.parent), real.name) if real.name else ("", "")
+    scheme, _, rest = os.fsdecode(path).partition("://")
+    parts = [part for part in rest.split("/") if part]
+    slash = "/" if rest.startswith("/") else ""
+    return (f"{scheme}://{slash}{'/'.join(parts[:-1])}", parts[-1]) if len(parts) > 1 else ("", "")
+
+
+def cooled(
+    backend: Backend,
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    retries: RetryPolicy | None = None,
+    *,
+    given: str | None = None,
+) -> CooledBackend:
+    """Return the view of a checkpoint's path that also has the files in a cold place.
+
+    Args:
+        backend: over the path. The view closes it.
+        path: as the caller has said it.
+        storage_options: for the file system of a URL.
+        retries: of failed requests.
+        given: the cold place of the run, if the caller has named it; else the run's record names it.
+
+    """
+
+    def side() -> Side | None:
+        run, name = above(path, backend)
+        if not run or not STEP_FOLDER.fullmatch(name):
+            return None
+        return ColdPlaces(
+            partial(resolve, run, storage_options, retries), run, storage_options, retries, given=given
+        ), name
+
+    return CooledBackend(backend, side, owns=True)
+
+
+class CooledBackend:
+    """A view of a checkpoint's folder. It reads and lists both sides, deletes on both, and writes to the folder alone.
+
+    The cold side is asked for files that are missing here, so a checkpoint without such files costs no request more.
+    """
+
+    def __init__(self, hot: Backend, side: Side | Callable[[], Side | None], *, owns: bool = False) -> None:
+        """Take the folder.
+
+        Args:
+            hot: storage under the path.
+            side: the cold side, or a function that finds it; it may block.
+            owns: whether :meth:`aclose` closes the folder and the cold places.
+
+        """
+        self.hot = hot
+        self._find, self._owns = side, owns
+        self._found: dict[str, OpenPlace] = {}
+
+    def __repr__(self) -> str:
+        return repr(self.hot)
+
+    @property
+    def retry_count(self) -> int:
+        """How many requests both sides have made again."""
+        places = {id(place): place for place in self._found.values()}
+        return retries_of(self.hot) + sum(retries_of(place.backend) for place in places.values())
+
+    @property
+    def at_once(self) -> int:
+        """How many parts or reads the folder's backend likes to have under way."""
+        return at_once_of(self.hot)
+
+    # -- both sides --------------------------------------------------------------------------------
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` from the file, wherever it is."""
+        await self._read(key, lambda backend, name: backend.read_into(name, start, out))
+
+    async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill the buffers from the file, wherever it is."""
+        await self._read(key, lambda backend, name: read_scattered(backend, name, start, outs))
+
+    async def get(self, key: str) -> Buffer:
+        """Read a small object whole."""
+        data: list[Buffer] = []
+
+        async def read(backend: Backend, name: str) -> None:
+            data.append(await backend.get(name))
+
+        await self._read(key, read)
+        return data[0]
+
+    async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """List the files of both sides, each once. A file that a promotion moves meanwhile is not missed."""
+        infos = {info.key: info for info in await self.hot.list(prefix)}
+        cold = [info for info in await self.cold_files() if info.key.startswith(prefix)]
+        if any(info.key not in infos for info in cold):
+            infos = {info.key: info for info in (*cold, *infos.values(), *await self.hot.list(prefix))}
+        return [infos[key] for key in sorted(infos)]
+
+    async def cold_files(self, *, again: bool = True) -> Sequence[ObjectInfo]:
+        """List the data files in cold places, by their keys here.
+
+        Args:
+            again: read a record of cold places that was read before anew.
+
+        Raises:
+            CorruptError: the record of cold places is damaged.
+            StorageError: storage failed, or a cold place is not there.
+
+        """
+        infos: dict[str, ObjectInfo] = {}
+        for place in await self._places(again=again):
+            await place.check()
+            for info in await place.folder(await self._name()).list():
+                key = hot_name(info.key)
+                if is_data_file(key):
+                    infos.setdefault(key, ObjectInfo(key, info.nbytes, info.modified))
+        return list(infos.values())
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete files on both sides. The cold ones go first: a folder that is still there says that work is left."""
+        chosen = [cold_name(key) for key in keys if is_data_file(key)]
+        for place in await self._places() if chosen else ():
+            await place.check()
+            await place.folder(await self._name()).delete(chosen)
+        await self.hot.delete(keys)
+
+    async def aclose(self) -> None:
+        """Let go of both sides, if they are the view's own."""
+        if self._owns:
+            await self.hot.aclose()
+            if isinstance(self._find, tuple):
+                await self._find[0].aclose()
+
+    # -- the folder alone --------------------------------------------------------------------------
+
+    async def put(self, key: str, data: Buffer) -> None:
+        """Store a small object in the folder."""
+        await self.hot.put(key, data)
+
+    async def version(self, key: str) -> Version | None:
+        """Return the version of an object of the folder."""
+        return await self.hot.version(key)
+
+    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
+        """Store a small object in the folder if it is still the one that was found."""
+        return await self.hot.put_if(key, data, expected)
+
+    def open_write(self, key: str, nbytes: int | None = None) -> AbstractAsyncContextManager[PartWriter]:
+        """Write a large object to the folder."""
+        return self.hot.open_write(key, nbytes)
+
+    async def folders(self, prefix: str = "") -> Sequence[str]:
+        """List folders below the folder."""
+        return await folders_of(self.hot, prefix)
+
+    async def unfinished(self) -> Sequence[Unfinished]:
+        """List the unfinished writes of the folder."""
+        return await self.hot.unfinished() if isinstance(self.hot, Sweeper) else []
+
+    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
+        """Remove unfinished writes of the folder."""
+        if isinstance(self.hot, Sweeper):
+            await self.hot.discard(unfinished)
+
+    async def is_sealed(self, key: str) -> bool:
+        """Whether nobody may write to an object of the folder, if its backend knows."""
+        is_sealed = getattr(self.hot, "is_sealed", None)
+        return is_sealed is not None and bool(await is_sealed(key))
+
+    # -- details -----------------------------------------------------------------------------------
+
+    async def _read(self, key: str, read: Callable[[Backend, str], Awaitable[None]]) -> None:
+        """Read a file where it was found before, then in the folder, then in the cold places."""
+        if (known := self._found.get(key)) is not None:
+            try:
+                return await read(known.folder(await self._name()), cold_name(key))
+            except FileNotFoundError:
+                del self._found[key]
+        try:
+            return await read(self.hot, key)
+        except FileNotFoundError:
+            if not is_data_file(key):
+                raise
+            await self._read_cold(key, read)
+
+    async def _read_cold(self, key: str, read: Callable[[Backend, str], Awaitable[None]]) -> None:
+        places = await self._places()
+        for place in places:
+            try:
+                await read(place.folder(await self._name()), cold_name(key))
+            except FileNotFoundError:
+                continue
+            self._found[key] = place
+            return
+        for place in places:
+            await place.check()  # a place that is not mounted has lost no file
+        raise FileNotFoundError(f"{self!r} has no {key}")
+
+    async def _places(self, *, again: bool = True) -> Sequence[OpenPlace]:
+        if not isinstance(self._find, tuple):
+            side = await in_thread(self._find)
+            if side is None:
+                return ()
+            if not isinstance(self._find, tuple):  # else another reader was quicker
+                self._find = side
+        return await self._find[0].of(self._find[1], again=again)
+
+    async def _name(self) -> str:
+        return self._find[1] if isinstance(self._find, tuple) else ""
+
+
+def cooled_child(run: Backend, name: str, places: ColdPlaces) -> CooledBackend:
+    """Return the view of a folder of an open run."""
+    return CooledBackend(child(run, name), (places, name))
