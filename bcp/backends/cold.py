@@ -162,7 +162,9 @@ class ColdRecord:
         try:
             fields = json.loads(data)
             version = fields["version"]
-            if type(version) is int and version > VERSION:
+            if type(version) is not int or version < 1:
+                raise ValueError(f"{str(version)[:100]!r} is no version")
+            if version > VERSION:
                 raise FormatVersionError(f"{where} has version {version}, and this bcp knows {VERSION}; update bcp")
             places = tuple(_place(each, run) for each in _listed(fields["places"], _MOST_PLACES))
             names = frozenset(map(_step, _listed(fields["cooled"], _MOST_STEPS)))

@@ -192,7 +192,10 @@ class Move:
             except CorruptError as error:
                 reasons.append(f"{place.url}: {error}")
                 continue
-            if wrong := await _wrong(hot, key, file):
+            wrong = await _wrong(hot, key, file)
+            if wrong and key not in await self.data_sizes():
+                raise StorageError(f"{self.path}/{key} was moved to a cold place again meanwhile; call again")
+            if wrong:
                 raise StorageError(f"{self.path}/{key} differs from its copy in {place.url}: {wrong}; call again")
             self.copied[key] = file.stored_nbytes
             return
