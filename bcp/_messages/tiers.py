@@ -13,6 +13,7 @@ from bcp._messages.planning import DIGEST_BYTES
 __all__ = [
     "Digested",
     "Drained",
+    "HeldGroup",
     "HeldRanks",
     "Holdings",
     "Intent",
@@ -20,6 +21,7 @@ __all__ = [
     "LeftBehind",
     "MadeMetadata",
     "Offered",
+    "ParityRecord",
     "Recovery",
     "Settled",
     "Sources",
@@ -65,6 +67,10 @@ class Intent(Message, frozen=True):
             reason=f"rank {self.rank} of {self.world_size}, operation {self.operation!r}, place {self.place!r}",
         )
 
+    def with_receipt(self, receipt: bytes) -> Intent:
+        """Return it with another receipt, or without one."""
+        return msgspec.structs.replace(self, receipt=receipt)
+
 
 class ToldLayout(Message, frozen=True):
     """What one rank knows before a save."""
@@ -97,6 +103,26 @@ class HeldRanks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         )
 
 
+class ParityRecord(Message, frozen=True):
+    """The parity that one host has of the files of its group in one save; these are whole in its memory."""
+
+    operation: str
+    step: Count
+    world_size: Count
+    place: Count  # number of this host in the group
+    names: tuple[str, ...]  # of the hosts of the group; empty for this one
+    ranks: tuple[bytes, ...]  # int32[n], whose files each host of the group has
+    branch: str = ""  # of the run
+
+    def __post_init__(self) -> None:
+        expect(
+            OPERATION.fullmatch(self.operation) is not None,
+            self.place < len(self.names) == len(self.ranks),
+            *(len(each) % 4 == 0 for each in self.ranks),
+            reason=f"operation {self.operation!r}, host {self.place} of {len(self.names)} with {len(self.ranks)} ranks",
+        )
+
+
 class Holdings(Message, frozen=True):
     """What one reader's host has in memory."""
 
@@ -105,6 +131,21 @@ class Holdings(Message, frozen=True):
     address: str = ""  # where its agent serves
     token: bytes = b""  # the job's secret, if the host has it
     host: str = ""  # identity of the host's network, other than that of another host
+    parity: tuple[ParityRecord, ...] = ()  # of other hosts' files
+
+
+class HeldGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Hosts with parity of each other's files."""
+
+    ranks: tuple[bytes, ...]  # int32[n], whose files each of them has had
+    holder: bytes  # int32[g], the host that has each stripe; -1 for none
+
+    def __post_init__(self) -> None:
+        expect(
+            len(self.holder) == 4 * len(self.ranks),
+            *(len(each) % 4 == 0 for each in self.ranks),
+            reason=f"{len(self.ranks)} hosts with {len(self.holder)} bytes of holders",
+        )
 
 
 class Recovery(Message, frozen=True):
@@ -120,6 +161,8 @@ class Recovery(Message, frozen=True):
     host_of: bytes = b""  # int32[readers], the host of each reader
     holder: bytes = b""  # int32[p], hosts
     begin: bytes = b""  # int32[n + 1]: those of each saved rank are at begin[r] to begin[r + 1]
+    rebuilt: bytes = b""  # int32[k], saved ranks whose files follow from parity alone
+    groups: tuple[HeldGroup, ...] = ()
 
 
 class Digested(Message, frozen=True):
@@ -152,14 +195,16 @@ class Offered(Message, frozen=True):
 
 
 class Sources(Message, frozen=True):
-    """The hosts whose snapshots this one copies."""
+    """The hosts whose snapshots this one copies, or keeps the parity of."""
 
     nodes: tuple[str, ...]  # their names
     addresses: tuple[str, ...]  # where their agents serve
+    place: int = -1  # number of this host in a group with parity: the others are those before it, around; -1 for copies
 
     def __post_init__(self) -> None:
         count = len(self.addresses)
-        expect(len(self.nodes) == count, reason=f"{len(self.nodes)} hosts with {count} addresses")
+        is_sound = len(self.nodes) == count and -1 <= self.place <= count
+        expect(is_sound, reason=f"{len(self.nodes)} hosts with {count} addresses, and this one at {self.place}")
 
 
 class Troubles(Message, frozen=True):

@@ -8,7 +8,6 @@ copies is used again for the next ones.
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,48 +16,28 @@ import anyio
 
 from bcp._log import log
 from bcp._messages.tiers import Offered, Sources
+from bcp.agent.fetching import fetched_receipt
+from bcp.agent.pace import Pace
+from bcp.agent.parity import ParityKeeper
 from bcp.errors import BcpError, CorruptError
-from bcp.format.container import digest
 from bcp.format.metadata import receipt_key
-from bcp.format.receipt import FileReceipt, Receipt, decode_receipt
+from bcp.format.receipt import FileReceipt, Receipt
 from bcp.pipeline import Pipeline, Stage
 from bcp.protocols import Backend
 from bcp.read.windows import Window, windows_of, wrong_block
 from bcp.runtime.threads import in_thread
-from bcp.tiers.digests import PART_BYTES, is_of, key_of, run_windows
+from bcp.tiers.digests import PART_BYTES, key_of, run_windows
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.intent import decode_intent
 from bcp.tiers.notes import COPYING, Mark, Noted, told
 from bcp.tiers.peer import peer_at
 from bcp.tiers.wire import OFFER
 
-__all__ = ["Copier", "Pace", "needed_operations"]
+__all__ = ["Copier", "needed_operations"]
 
 GENERATIONS = 2
 """Newer snapshots of this host, behind which the copies of a host that is not there any more can go."""
 
 LONGEST_PAUSE_SECONDS = 5.0
-
-
-@dataclass(slots=True)
-class Pace:
-    """Lets so many bytes a second through.
-
-    Attributes:
-        nbytes_per_second: None for no limit.
-    """
-
-    nbytes_per_second: float | None
-    _free_at: float = 0.0
-
-    async def take(self, nbytes: int) -> None:
-        """Wait until so many bytes may go."""
-        if self.nbytes_per_second is None:
-            return
-        now = time.monotonic()
-        start = max(now, self._free_at)
-        self._free_at = start + nbytes / self.nbytes_per_second
-        await anyio.sleep(start - now)
 
 
 @dataclass(slots=True)
@@ -76,6 +55,10 @@ class Copier:
     pace: Pace
     _held: dict[str, str] = field(default_factory=dict)
     _told: dict[str, str] = field(default_factory=dict)
+    _parity: ParityKeeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._parity = ParityKeeper(self.folder, self.pace)
 
     async def run(self) -> None:
         """Fetch until it is cancelled. Behind a failure it waits longer each time, unless the hosts change."""
@@ -89,6 +72,11 @@ class Copier:
 
     async def round(self, sources: Sources) -> bool:
         """Ask each host once, and fetch what it offers; return whether all have answered."""
+        if sources.place >= 0:
+            if await in_thread(self.folder.copies):  # of a life without parity
+                await in_thread(self._tidy)
+            return await self._parity.round(sources)
+        await in_thread(self._parity.retire)
         is_well = True
         for number, (name, address) in enumerate(zip(sources.nodes, sources.addresses, strict=True), 1):
             files = peer_at(name, address, await in_thread(self.folder.token))
@@ -124,19 +112,8 @@ class Copier:
 
     async def _fetch_rank(self, files: Backend, mark: Mark) -> None:
         """Fetch the files of one rank, then mark them."""
-        where = f"the intent of {mark.name} from {files!r}"
-        intent, blank = decode_intent(bytes(await files.get(f"intents/{mark.name}")), where)
-        if (intent.operation, intent.rank) != (mark.operation, mark.rank):
-            raise CorruptError(f"{where} is of rank {intent.rank} in operation {intent.operation}")
-        layout = bytes(await files.get(f"layouts/{intent.layout.hex()}"))
-        if digest(layout) != intent.layout:
-            raise CorruptError(f"the layout {intent.layout.hex()} from {files!r} is damaged")
+        intent, receipt, data = await fetched_receipt(files, mark, self.folder)
         key = receipt_key(mark.rank, mark.operation)
-        data = bytes(await files.get(key))
-        receipt = decode_receipt(data, f"{key} from {files!r}")
-        if not is_of(receipt, blank):
-            raise CorruptError(f"{key} from {files!r} is not the receipt of its intent")
-        await in_thread(self.folder.put_layout, layout)
         for file in receipt.files:
             await self._fetch_file(files, receipt, file)
         await self.folder.files.put(key, data)

@@ -15,8 +15,9 @@ from bcp._log import log
 from bcp._messages.tiers import Intent
 from bcp._text import shown
 from bcp.agent.commit import Outcome
-from bcp.agent.copying import Copier, Pace
+from bcp.agent.copying import Copier
 from bcp.agent.generation import advance
+from bcp.agent.pace import Pace
 from bcp.backends import child, resolve
 from bcp.errors import BcpError, CorruptError
 from bcp.protocols import Backend

@@ -18,14 +18,16 @@ from typing import Self
 import anyio
 
 from bcp._log import log
-from bcp._messages.tiers import Offered
+from bcp._messages.tiers import Offered, ParityRecord
 from bcp._sockets import Wire
+from bcp.agent.offers import offered
 from bcp.errors import BcpError, StorageError
 from bcp.format.metadata import OPERATION, owner_of, receipt_key
 from bcp.runtime.process import process_lock
 from bcp.tiers.digests import digested
 from bcp.tiers.folder import Held, NodeFolder
-from bcp.tiers.notes import LEFT, Mark
+from bcp.tiers.notes import Mark
+from bcp.tiers.parity_files import operation_in
 from bcp.tiers.wire import OFFER, Status, StrangerError, pull_request, push_answer, welcome
 
 __all__ = ["MemoryServer", "serving"]
@@ -37,6 +39,9 @@ PAUSE_SECONDS = 0.1
 
 INTENT = re.compile(r"intents/([0-9]{5,10})-([0-9a-f]{16})")
 LAYOUT = re.compile(r"layouts/([0-9a-f]{32})")
+
+Holding = Held | ParityRecord | None
+"""What a connection holds for its reader, by the mark of files, or by the save of a stripe; None if it is not there."""
 
 
 @contextmanager
@@ -138,7 +143,7 @@ class MemoryServer:
                 connection.settimeout(GREETING_SECONDS)
                 welcome(wire, self._folder.token())
                 connection.settimeout(IDLE_SECONDS)
-                held: dict[Mark, Held | None] = {}
+                held: dict[Mark | str, Holding] = {}
                 while True:
                     self._answer(connection, wire, stack, held)
         except StrangerError as error:
@@ -149,7 +154,7 @@ class MemoryServer:
             with self._lock:
                 self._open.discard(connection)
 
-    def _answer(self, connection: socket.socket, wire: Wire, stack: ExitStack, held: dict[Mark, Held | None]) -> None:
+    def _answer(self, connection: socket.socket, wire: Wire, stack: ExitStack, held: dict[Mark | str, Holding]) -> None:
         """Answer one request."""
         want = pull_request(wire)
         if want.key.startswith(OFFER):
@@ -158,17 +163,10 @@ class MemoryServer:
         if layout := LAYOUT.fullmatch(want.key):
             _push(wire, self._folder.layout(bytes.fromhex(layout[1])))
             return
-        mark = _owner(want.key)
-        if mark is None:
-            push_answer(wire, Status.FAILED, f"{want.key!r} is no file of a snapshot")
+        reason = self._missing(want.key, stack, held)
+        if reason:
+            push_answer(wire, *reason)
             return
-        if mark not in held:
-            held[mark] = stack.enter_context(self._folder.holding(mark))
-        if (holding := held[mark]) is None:
-            push_answer(wire, Status.MISSING, f"{want.key} is not marked on this host")
-            return
-        if want.key == receipt_key(mark.rank, mark.operation):
-            anyio.run(digested, self._folder.files, holding.blank)
         try:
             fd = os.open(self._folder.root / want.key, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -186,6 +184,22 @@ class MemoryServer:
         finally:
             os.close(fd)
 
+    def _missing(self, key: str, stack: ExitStack, held: dict[Mark | str, Holding]) -> tuple[Status, str] | None:
+        """Hold the file of a key, and make its receipt if it is one; or return why nobody may read it."""
+        operation = operation_in(key)
+        owner = operation or _owner(key)
+        if owner is None:
+            return Status.FAILED, f"{key!r} is no file of a snapshot"
+        if owner not in held:
+            kept = self._folder.parity.holding(owner) if isinstance(owner, str) else self._folder.holding(owner)
+            held[owner] = stack.enter_context(kept)
+        holding = held[owner]
+        if holding is None:
+            return Status.MISSING, f"{key} is not marked on this host"
+        if isinstance(holding, Held) and key == receipt_key(holding.intent.rank, holding.intent.operation):
+            anyio.run(digested, self._folder.files, holding.blank)
+        return None
+
     def _offered(self, words: str) -> Offered:
         """Return the newest snapshot that is to be copied, and note what a host has copied already."""
         folder, (number, _, operation) = self._folder, words.partition("-")
@@ -193,19 +207,7 @@ class MemoryServer:
             raise StrangerError(f"the request {OFFER}{words}")
         if operation:
             folder.note_copied(operation, int(number))
-        copies, ended, living = folder.copies(), folder.ended(), {*folder.members()}
-        own = {mark: age for mark, age in folder.ages().items() if mark not in copies}
-        begun: dict[str, float] = {}
-        for mark, age in own.items():
-            begun[mark.operation] = max(age, begun.get(mark.operation, 0.0))
-        for each in sorted(begun, key=lambda each: -begun[each]):
-            marks = sorted(mark for mark in own if mark.operation == each)
-            if ended.get(each) == LEFT or not living <= {mark.rank for mark in marks}:
-                continue  # others of this host are about to mark it
-            with folder.holding(marks[0]) as held:
-                if held is not None and held.intent.copied:
-                    return Offered(each, tuple(mark.rank for mark in marks))
-        return Offered("")
+        return offered(folder)
 
 
 def _owner(key: str) -> Mark | None:

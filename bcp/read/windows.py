@@ -39,13 +39,16 @@ class Window:
         return int(self.file.blocks.stored_start[self.rows.start])
 
 
-def windows_of(key: str, file: FileReceipt, most: int = WINDOW_BYTES) -> list[Window]:
-    """Cut a file into windows of about so many bytes."""
-    lengths, windows, first = file.blocks.stored_length, [], 0
+def windows_of(
+    key: str, file: FileReceipt, most: int = WINDOW_BYTES, *, begin: int = 0, end: int | None = None
+) -> list[Window]:
+    """Cut a file, or its blocks from ``begin`` to ``end``, into windows of about so many bytes."""
+    lengths, windows, first = file.blocks.stored_length[begin:end], [], 0
     number = (np.cumsum(lengths) - lengths) // most
     for stop in [*(np.flatnonzero(np.diff(number)) + 1).tolist(), len(lengths)]:
-        rows = slice(first, stop)
-        windows.append(Window(f"{key} blocks {first} to {stop}", int(lengths[rows].sum()), key, file, rows))
+        rows = slice(begin + first, begin + stop)
+        nbytes = int(lengths[first:stop].sum())
+        windows.append(Window(f"{key} blocks {rows.start} to {rows.stop}", nbytes, key, file, rows))
         first = stop
     return windows
 

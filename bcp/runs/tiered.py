@@ -17,7 +17,7 @@ import anyio
 from bcp._agree import capture_error, collective_operation, gather_broadcast
 from bcp._calls import SaveCall, keep_call
 from bcp._log import log
-from bcp._messages.tiers import LeftBehind, Settled
+from bcp._messages.tiers import LeftBehind, Settled, Sources
 from bcp._record import store_drained
 from bcp.backends import shown
 from bcp.backends.place import place_of
@@ -96,12 +96,19 @@ class Tiered:
         self._watch = Watch("load", shown_url, rank=ranks.rank, world_size=ranks.world_size, observe=observe)
         opened = partial(self._opened, ranks.rank, ranks.world_size)
         self.found, hosts = await find_whole(ranks, opened, self._node, self._options.timeout, branch=branch)
-        sources = hosts.copied_by(self._node, self._tiers.copies - 1, self._tiers.stride)
+        sources = self._sources(hosts)
         await in_thread(self._joined.folder.put_sources, sources)
         self._joined.copies = len(sources.nodes)
         if ranks.rank == 0:
             self._tell(hosts, len(sources.nodes))
         return self.found
+
+    def _sources(self, hosts: Hosts) -> Sources:
+        """Return the hosts whose snapshots this one copies, or keeps the parity of."""
+        tiers = self._tiers
+        if tiers.parity is not None:
+            return hosts.in_parity_with(self._node, tiers.parity, tiers.stride)
+        return hosts.copied_by(self._node, tiers.copies - 1, tiers.stride)
 
     def _tell(self, hosts: Hosts, copies: int) -> None:
         """Tell of newer snapshots that are not whole, and of copies that the job has too few hosts for."""
@@ -114,6 +121,8 @@ class Tiered:
                 copies=self._tiers.copies,
                 hosts=len(hosts.names),
             )
+        elif not copies and self._tiers.parity is not None:
+            log.warning("the job has one host, so that there is no parity", parity=self._tiers.parity)
 
     def loaded(self, found: Found) -> None:
         """Tell from where a resumption has read the bytes of this rank."""

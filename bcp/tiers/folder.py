@@ -30,7 +30,7 @@ from bcp.format.metadata import OPERATION, owner_of, receipt_key
 from bcp.format.receipt import Receipt
 from bcp.plan.shards import KINDS
 from bcp.tiers.intent import decode_intent, encode_intent
-from bcp.tiers.locks import MEMBERS, HostLocks, let_go, locked
+from bcp.tiers.locks import MEMBERS, HostLocks, held_contents, locked, opened
 from bcp.tiers.notes import (
     COPIED,
     ENDED,
@@ -44,6 +44,7 @@ from bcp.tiers.notes import (
     told,
     write_small,
 )
+from bcp.tiers.parity_files import PARITY, ParityFiles
 
 __all__ = ["INTENTS", "Held", "NodeFolder"]
 
@@ -76,6 +77,7 @@ class NodeFolder(Notes, HostLocks):
     Attributes:
         root: the directory.
         files: the same as storage, whose keys are those of a checkpoint.
+        parity: of other hosts' files.
     """
 
     def __init__(self, root: Path) -> None:
@@ -86,14 +88,14 @@ class NodeFolder(Notes, HostLocks):
             StorageError: it cannot be made.
 
         """
-        self.root, self.files = root, LocalBackend(root)
+        self.root, self.files, self.parity = root, LocalBackend(root), ParityFiles(root / PARITY)
         if not root.parent.is_dir():
             raise InputError(f"{root.parent} is no directory, so that no memory tier can be in it: pass another folder")
         with told(root):
             with suppress(FileExistsError):
                 root.mkdir(PRIVATE)
             _check_private(root)
-            for name in (INTENTS, LAYOUTS, MEMBERS, *NOTE_DIRECTORIES):
+            for name in (INTENTS, LAYOUTS, MEMBERS, PARITY, *NOTE_DIRECTORIES):
                 (root / name).mkdir(PRIVATE, exist_ok=True)
 
     def __repr__(self) -> str:
@@ -150,6 +152,9 @@ class NodeFolder(Notes, HostLocks):
                         path.unlink(missing_ok=True)
                     if mark in copies:
                         self.forget_copy(mark)
+            if ranks is None:
+                for operation in self.parity.operations():
+                    self.parity.give_back(operation)
 
     def put_layout(self, layout: bytes) -> bytes:
         """Keep an encoded layout, once; return its digest."""
@@ -195,7 +200,7 @@ class NodeFolder(Notes, HostLocks):
 
     def take(self, mark: Mark) -> bool:
         """Let files count no more, so that their memory can be used again; return False while somebody reads them."""
-        with self._open(mark) as fd:
+        with opened(self._path(mark)) as fd:
             if fd is None:
                 return True
             if not locked(fd, fcntl.LOCK_EX):
@@ -268,12 +273,13 @@ class NodeFolder(Notes, HostLocks):
 
         An intent that is damaged counts for nothing, and is logged.
         """
-        with self._open(mark) as fd:
-            if fd is None or not locked(fd, fcntl.LOCK_SH) or not _is_named(fd, self._path(mark)):
+        with opened(self._path(mark)) as fd:
+            data = held_contents(fd, self._path(mark))
+            if data is None:
                 yield None
                 return
             try:
-                intent, blank = decode_intent(_contents(fd), str(self._path(mark)))
+                intent, blank = decode_intent(data, str(self._path(mark)))
                 if _mark_of(intent) != mark:
                     raise CorruptError(f"{self._path(mark)} has the intent of {_mark_of(intent).name}")
             except CheckpointError as error:
@@ -284,7 +290,7 @@ class NodeFolder(Notes, HostLocks):
 
     def forget_ended(self) -> None:
         """Remove the notes of saves that have no marks any more, but for the newest ones."""
-        marked = {mark.operation for mark in self.marks()}
+        marked = {mark.operation for mark in self.marks()} | self.parity.operations()
         with told(self.root):
             for name in (ENDED, WANTED, COPIED):
                 notes = [path for path in (self.root / name).iterdir() if OPERATION.match(path.name)]
@@ -321,6 +327,9 @@ class NodeFolder(Notes, HostLocks):
                     if held is not None:
                         left[mark.operation] = held.intent
             self.end(mark.operation, LEFT)
+        for each in self.parity.operations() - {operation}:
+            self.end(each, LEFT)
+            self.parity.give_back(each)
         until = time.monotonic() + LEAVE_SECONDS
         going = [mark for mark in self.marks() if self.ended().get(mark.operation) == LEFT]
         while going := [mark for mark in going if not self.take(mark)]:
@@ -343,19 +352,6 @@ class NodeFolder(Notes, HostLocks):
     def _new(self, mark: Mark) -> Path:
         return self.root / INTENTS / f".{mark.name}.new"
 
-    @contextmanager
-    def _open(self, mark: Mark) -> Iterator[int | None]:
-        """Open the file of a mark; None if it is not there."""
-        try:
-            fd = os.open(self._path(mark), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            yield None
-            return
-        try:
-            yield fd
-        finally:
-            let_go(fd)
-
 
 def _mark_of(intent: Intent) -> Mark:
     return Mark(intent.operation, intent.rank)
@@ -371,16 +367,3 @@ def _check_private(root: Path) -> None:
             f"{root} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}, and this is user "
             f"{os.geteuid()}: snapshots go only where no other user reads or writes. Pass another folder, or chmod 700"
         )
-
-
-def _is_named(fd: int, path: Path) -> bool:
-    """Whether a descriptor is still the file of that name: it may have been removed before the lock."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _contents(fd: int) -> bytes:
-    nbytes = os.fstat(fd).st_size
-    return os.pread(fd, nbytes, 0)

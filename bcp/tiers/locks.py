@@ -14,7 +14,7 @@ from bcp.errors import InputError, StorageError
 from bcp.runtime.process import in_forked_child
 from bcp.tiers.notes import told
 
-__all__ = ["MEMBERS", "HostLocks", "Member", "let_go", "locked"]
+__all__ = ["MEMBERS", "HostLocks", "Member", "held_contents", "let_go", "locked", "opened"]
 
 MEMBERS, LOCK, SERVED, STARTING = "members", "lock", "served", "starting"
 PAUSE_SECONDS = 0.02
@@ -172,3 +172,28 @@ def let_go(fd: int) -> None:
     """Give a lock up, and close its file. A child that was forked meanwhile has the file, too, and would keep it."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int | None]:
+    """Open a file, for a lock on it; None if it is not there."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        let_go(fd)
+
+
+def held_contents(fd: int | None, path: Path) -> bytes | None:
+    """Share the lock on an open file, and return its contents; None if it was removed, or somebody removes it."""
+    if fd is None or not locked(fd, fcntl.LOCK_SH):
+        return None
+    try:
+        is_named = os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return None
+    return os.pread(fd, os.fstat(fd).st_size, 0) if is_named else None

@@ -40,8 +40,11 @@ class Tiers:
         copies: hosts that have each file, the trainers' own host counted in. With 2, one lost host loses nothing that
             was copied. The agents copy while training goes on, and the next snapshot when all hosts have the one
             before. A host needs memory for two more snapshots, and for each copy after the first for two again.
-        stride: number of hosts between a host and the one that copies it, in the order of ranks. With the number of
-            hosts in a rack, a lost rack loses nothing.
+        parity: most hosts of a group, from 3 on, that keep parity of each other's files in the place of copies; None
+            for copies. A group of n hosts that loses one loses nothing for which parity was made, and each host needs
+            a share of a copy's memory, 1 / (n - 1). Hosts are divided evenly, with 2 hosts of a group at least.
+        stride: number of hosts between a host and the one that copies it, in the order of ranks, or between neighbours
+            in a group with parity. With the number of hosts in a rack, a lost rack loses nothing.
         pace: bytes a second that each host copies from others; None for no limit.
 
     Raises:
@@ -61,6 +64,7 @@ class Tiers:
     node: str | None = None
     listen: str | None = None
     copies: int = 1
+    parity: int | None = None
     stride: int = 1
     pace: float | None = None
 
@@ -75,10 +79,7 @@ class Tiers:
             raise InputError(
                 f"Tiers(folder={self.folder!r}): pass a directory on a tmpfs, as '/dev/shm/run-7', or None"
             )
-        for name in ("copies", "stride"):
-            number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                raise InputError(f"Tiers({name}={number!r}): pass a whole number from 1 on")
+        self._check_copies()
         if self.pace is not None and not (isinstance(self.pace, int | float) and 0 < self.pace < float("inf")):
             raise InputError(f"Tiers(pace={self.pace!r}): pass bytes a second, as 1e9, or None")
         if self.agent == "external" and self.listen is not None:
@@ -87,8 +88,27 @@ class Tiers:
                 f"python -m bcp.agent --listen {self.listen}"
             )
 
+    def _check_copies(self) -> None:
+        for name in ("copies", "stride"):
+            number = getattr(self, name)
+            if not _is_whole(number, 1):
+                raise InputError(f"Tiers({name}={number!r}): pass a whole number from 1 on")
+        if self.parity is not None and not _is_whole(self.parity, 3):
+            raise InputError(
+                f"Tiers(parity={self.parity!r}): pass the most hosts of a group, from 3 on, or None. Two hosts keep "
+                "copies of each other: pass copies=2"
+            )
+        if self.parity is not None and self.copies > 1:
+            raise InputError(
+                f"Tiers(copies={self.copies}, parity={self.parity}): parity is in the place of copies; pass one of them"
+            )
+
     def root(self, url: str) -> Path:
         """Return the directory of a run on this host, absolute."""
         if self.folder is not None:
             return Path(os.fspath(self.folder)).absolute()
         return SHARED_MEMORY / f"bcp-{os.geteuid()}-{sha256(url.encode()).hexdigest()[:NAME_DIGITS]}"
+
+
+def _is_whole(number: object, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least

@@ -13,9 +13,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from bcp._agree import capture_error, collective_operation, gather_broadcast
 from bcp._messages.tiers import Digested, HeldRanks, Holdings, Intent, MadeMetadata, Recovery, Sources
@@ -24,8 +22,8 @@ from bcp.coordinators.hosts import identity
 from bcp.errors import BcpError, CorruptError, InputError
 from bcp.format.metadata import encode_metadata
 from bcp.format.receipt import receipt_digest
-from bcp.plan.columns import Ints
 from bcp.plan.holders import Holding, Whole, divide, newest_whole
+from bcp.plan.parity import groups_of
 from bcp.protocols import Backend, Coordinator
 from bcp.runtime.threads import in_thread
 from bcp.tiers.digests import digested
@@ -33,6 +31,8 @@ from bcp.tiers.folder import NodeFolder
 from bcp.tiers.intent import commit_of
 from bcp.tiers.near import Copy, NearBackend
 from bcp.tiers.notes import LEFT, Mark
+from bcp.tiers.packing import packed, unpacked
+from bcp.tiers.parity import group_of, held_group, held_parity, known_intent, rebuilt_copies, stripe_in
 from bcp.tiers.peer import peer_at
 
 __all__ = ["Found", "Hosts", "Reach", "find_whole"]
@@ -90,6 +90,22 @@ class Hosts:
         chosen = [each for each in before if each != place]
         return Sources(tuple(self.names[each] for each in chosen), tuple(self.addresses[each] for each in chosen))
 
+    def in_parity_with(self, name: str, most: int, stride: int) -> Sources:
+        """Return the other hosts of a host's group with parity: the one before it first, and around.
+
+        Example:
+            >>> Hosts(("a", "b", "c", "d"), ("a:1", "b:1", "c:1", "d:1")).in_parity_with("c", most=4, stride=1).nodes
+            ('b', 'a', 'd')
+
+        """
+        host = self.names.index(name)
+        [group] = [each for each in groups_of(len(self.names), most, stride) if host in each]
+        place, size = group.index(host), len(group)
+        others = [group[(place - number) % size] for number in range(1, size)]
+        return Sources(
+            tuple(self.names[each] for each in others), tuple(self.addresses[each] for each in others), place
+        )
+
 
 async def find_whole(
     ranks: Coordinator,
@@ -135,7 +151,7 @@ async def find_whole(
             made = MadeMetadata.decode(await gather_broadcast(agreement, "digests", ranks.rank, share, make), sender=0)
             if made.metadata:
                 copies = _copies(answer, folder, node, reach)
-                storage, count = NearBackend(made.metadata, copies), len({*_numbers(answer.holder).tolist()})
+                storage, count = NearBackend(made.metadata, copies), len({*unpacked(answer.holder).tolist()})
                 return Found(answer.operation, answer.step, made.place, count, storage.metrics, storage), hosts
 
 
@@ -174,7 +190,8 @@ class _Leader:
                 if each.branch != branch
             }
         there = [[_holding(each) for each in one if each.operation not in others] for one in held]
-        whole, why = newest_whole(there, self.damaged)
+        parity = [[stripe_in(each) for each in first[name].parity] for name in names]
+        whole, why = newest_whole(there, self.damaged, parity)
         reasons = (*self.damaged.values(), *why.values(), *others.values())
         addresses = tuple(first[name].address for name in names)
         if whole is None:
@@ -187,14 +204,16 @@ class _Leader:
             token,
             tuple(names),
             addresses,
-            _packed([number[each.node] for each in told]),
-            _packed(whole.holder),
-            _packed(whole.begin),
+            packed([number[each.node] for each in told]),
+            packed(whole.holder),
+            packed(whole.begin),
+            packed(whole.rebuilt),
+            tuple(map(held_group, whole.groups)),
         ).encode()
 
     async def make(self, answer: Recovery, messages: Sequence[bytes]) -> bytes:
         """Make the metadata; or note whose files are damaged."""
-        told, host_of = Digested.decode_all(messages), _numbers(answer.host_of).tolist()
+        told, host_of = Digested.decode_all(messages), unpacked(answer.host_of).tolist()
         errors = {reader: each.error for reader, each in enumerate(told) if each.error}
         for reader, error in errors.items():
             self.damaged[host_of[reader], answer.operation] = f"step {answer.step}: {error}"
@@ -202,7 +221,7 @@ class _Leader:
             return MadeMetadata(b"").encode()
         receipts: dict[int, bytes] = {}
         for each in told:
-            for number, rank in enumerate(_numbers(each.ranks).tolist()):
+            for number, rank in enumerate(unpacked(each.ranks).tolist()):
                 receipts[rank] = each.receipts[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         [teller] = [each for each in told if each.intent]
         intent = Intent.decode(teller.intent)
@@ -216,19 +235,27 @@ async def _digests(folder: NodeFolder, answer: Recovery, rank: int) -> Digested:
     An error is told, and is none of this rank. The reader with the files of rank 0 tells intent and layout, too.
     """
     receipts, intent, layout = [], b"", b""
-    ranks = np.flatnonzero(divide(_whole(answer), _numbers(answer.host_of).tolist()) == rank)
+    ranks = np.flatnonzero(divide(_whole(answer), unpacked(answer.host_of).tolist()) == rank)
     try:
         for saved in ranks.tolist():
-            with folder.holding(Mark(answer.operation, saved)) as held:
-                if held is None:
-                    raise CorruptError(f"the files of rank {saved} have gone from {folder.root}")
-                receipts.append(receipt_digest(await digested(folder.files, held.blank)))
-                if saved == 0:
-                    intent = msgspec.structs.replace(held.intent, receipt=b"").encode()
-                    layout = await in_thread(folder.layout, held.intent.layout)
+            receipt, known = await _known(folder, Mark(answer.operation, saved))
+            receipts.append(receipt)
+            if saved == 0:
+                intent, layout = known.with_receipt(b"").encode(), await in_thread(folder.layout, known.layout)
     except BcpError as error:
         return Digested(b"", b"", error=str(error))
-    return Digested(_packed(ranks), b"".join(receipts), intent, layout)
+    return Digested(packed(ranks), b"".join(receipts), intent, layout)
+
+
+async def _known(folder: NodeFolder, mark: Mark) -> tuple[bytes, Intent]:
+    """Return the digest of a rank's receipt, and its intent, from its files or from what is kept with parity."""
+    with folder.holding(mark) as held:
+        if held is not None:
+            return receipt_digest(await digested(folder.files, held.blank)), held.intent
+    known = await in_thread(known_intent, folder, mark)
+    if known is None:
+        raise CorruptError(f"the files of rank {mark.rank} have gone from {folder.root}")
+    return receipt_digest(known.receipt), known
 
 
 def _holdings(folder: NodeFolder, node: str) -> Holdings:
@@ -242,33 +269,36 @@ def _holdings(folder: NodeFolder, node: str) -> Holdings:
             held = [each.intent for each in entered if each is not None]
         if held:
             ranks = sorted(intent.rank for intent in held)
-            found.append(HeldRanks(operation, held[0].step, held[0].world_size, _packed(ranks), held[0].branch))
-    return Holdings(node, tuple(found), folder.address(), folder.token(), identity())
+            found.append(HeldRanks(operation, held[0].step, held[0].world_size, packed(ranks), held[0].branch))
+    return Holdings(node, tuple(found), folder.address(), folder.token(), identity(), held_parity(folder))
 
 
 def _holding(held: HeldRanks) -> Holding:
-    return Holding(held.operation, held.step, held.world_size, _numbers(held.ranks))
+    return Holding(held.operation, held.step, held.world_size, unpacked(held.ranks))
 
 
 def _whole(answer: Recovery) -> Whole:
-    return Whole(answer.operation, answer.step, answer.world_size, _numbers(answer.holder), _numbers(answer.begin))
+    return Whole(
+        answer.operation,
+        answer.step,
+        answer.world_size,
+        unpacked(answer.holder),
+        unpacked(answer.begin),
+        unpacked(answer.rebuilt),
+        [group_of(each) for each in answer.groups],
+    )
 
 
 def _copies(answer: Recovery, folder: NodeFolder, node: str, reach: Reach) -> Mapping[int, Sequence[Copy]]:
-    """Return the copies of the files of each rank that has saved: this host's first."""
+    """Return the copies of the files of each rank that has saved: this host's first, and last those from parity."""
     others = zip(answer.nodes, answer.addresses, strict=True)
     places = {name: Copy(name, reach(name, address, answer.token)) for name, address in others if name != node}
     places[node] = Copy(THIS_HOST, folder.files)
-    whole, copies = _whole(answer), {}
-    for rank in range(whole.world_size):
+    whole, copies = _whole(answer), dict[int, list[Copy]]()
+    for rank in np.flatnonzero(whole.is_held()).tolist():
         names = sorted((answer.nodes[host] for host in whole.of(rank).tolist()), key=lambda name: name != node)
         copies[rank] = [places[name] for name in names]
+    rebuilt = rebuilt_copies(whole, [places[name] for name in answer.nodes], copies)
+    for rank, copy in rebuilt.items():
+        copies.setdefault(rank, []).append(copy)
     return copies
-
-
-def _packed(numbers: npt.ArrayLike) -> bytes:
-    return np.asarray(numbers, "<i4").tobytes()
-
-
-def _numbers(data: bytes) -> Ints:
-    return np.frombuffer(data, "<i4").astype(np.int64)

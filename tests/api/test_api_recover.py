@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tasks import on_ranks
 
 import bcp
 from bcp._calls import keep_call
+from bcp.agent.copying import Copier
+from bcp.agent.pace import Pace
 from bcp.agent.serve import serving
 from bcp.backends import LocalBackend
 from bcp.errors import CorruptError, StorageError
@@ -25,6 +28,7 @@ from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
 from bcp.tiers.notes import Mark
 from bcp.tiers.recovery import Found, find_whole
+from bcp.tiers.recovery import Hosts as JobHosts
 from bcp.tiers.saving import Aim
 
 WORLD = 4
@@ -67,15 +71,15 @@ def values(fqn: str, step: int) -> torch.Tensor:
 class Hosts:
     """Hosts with a memory each, and the jobs that run on them."""
 
-    def __init__(self, root: Path, nodes: int = 2) -> None:
-        self.root = root
+    def __init__(self, root: Path, nodes: int = 2, each: int = 2) -> None:
+        self.root, self.each = root, each
         self.folders = [NodeFolder(root / f"node-{node}") for node in range(nodes)]
         self.reasons: tuple[str, ...] = ()
         self.told: list[bcp.extend.TierEvent] = []
 
     def train(self, *steps: int) -> dict[int, str]:
-        """Let four ranks, two on each of two hosts, keep a snapshot of each step, and die; return their operations."""
-        memories = [TierMemory(self.folders[rank // 2], rank) for rank in range(WORLD)]
+        """Let four ranks, on the first hosts, keep a snapshot of each step, and die; return their operations."""
+        memories = [TierMemory(self.folders[rank // self.each], rank) for rank in range(WORLD)]
         kept = {}
         for step in steps:
 
@@ -308,6 +312,104 @@ def test_a_host_without_an_agent_leads_to_the_next_copy(hosts: Hosts) -> None:
     found = on_ranks(2, call)
     with pytest.raises(bcp.BcpError, match="its agent serves no other host"):
         hosts.load(found)
+
+
+# -- parity ----------------------------------------------------------------------------------------
+
+
+def make_parity(hosts: Hosts) -> None:
+    """Let agents of all hosts make the stripes of the newest snapshot."""
+    nodes = [folder.root.name for folder in hosts.folders]
+    with ExitStack() as stack:
+        for folder in hosts.folders:
+            folder.put_token(b"the token of this job")
+            stack.enter_context(serving(folder, "127.0.0.1"))
+        told = JobHosts(tuple(nodes), tuple(folder.address() for folder in hosts.folders))
+        for folder in hosts.folders:
+            sources = told.in_parity_with(folder.root.name, 3, 1)
+            assert asyncio.run(Copier(folder, 0.01, Pace(None)).round(sources))
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Hosts:
+    """Four hosts of a rank each; two of them make a group."""
+    return Hosts(tmp_path, nodes=4, each=1)
+
+
+@pytest.mark.parametrize("lost", [(0,), (3,), (0, 2), (1, 3)])
+def test_lost_hosts_follow_from_parity(lost: tuple[int, ...], four: Hosts) -> None:
+    """The layout is another one, and a rank of an empty host takes part."""
+    four.train(3, 4)
+    make_parity(four)
+    for node in lost:
+        four.wipe(node)
+    found = four.find((*(node for node in range(4) if node not in lost), lost[0]))
+    assert four.load(found) == 4
+    assert read_from(found, "parity") > 0
+    assert {each.hosts for each in found if each} == {4 - len(lost)}
+
+
+def test_two_lost_hosts_of_a_group_lead_to_nothing(four: Hosts) -> None:
+    four.train(4)
+    make_parity(four)
+    for node in (2, 3):
+        four.wipe(node)
+    assert four.find((0, 1)) == [None, None]
+    assert four.reasons == ("step 4: no host has the files of rank 2 and 1 more",)
+
+
+def test_a_flipped_bit_leads_to_parity(hosts: Hosts) -> None:
+    """No host is lost, and a file is damaged behind its digest."""
+    kept = hosts.train(4)
+    make_parity(hosts)
+    flip(hosts.folders[0], kept[4], 1)
+    found = hosts.find((0, 1, 1))
+    assert hosts.load(found) == 4
+    assert read_from(found, "parity") > 0
+
+
+def test_a_flipped_bit_in_parity_is_not_believed(hosts: Hosts) -> None:
+    """It leads to an error that names the file, and so to storage; a copy that is there would be read."""
+    kept = hosts.train(4)
+    make_parity(hosts)
+    stripe = hosts.folders[0].parity.stripe(kept[4])
+    data = bytearray(stripe.read_bytes())
+    data[len(data) // 2] ^= 4
+    stripe.write_bytes(data)
+    hosts.wipe(1)
+    with pytest.raises(bcp.BcpError, match=r"cannot be read from memory \(parity: bytes"):
+        hosts.load(hosts.find((0, 0)))
+
+
+def test_files_that_are_gone_before_their_digest_follow_from_parity(hosts: Hosts) -> None:
+    """The intents of the host are there, and its stripe counts no more."""
+    kept = hosts.train(4)
+    make_parity(hosts)
+    for path in hosts.folders[1].data_files()[Mark(kept[4], 2)]:
+        path.unlink()
+    (hosts.folders[1].root / f"receipts/00002-{kept[4]}.arrow").unlink()
+    found = hosts.find((0, 1))
+    assert hosts.load(found) == 4
+    assert "has gone from" in hosts.reasons[0]
+
+
+def test_stripes_are_read_through_agents(four: Hosts) -> None:
+    four.train(4)
+    make_parity(four)
+    four.wipe(1)
+    with ExitStack() as stack:
+        for folder in four.folders:
+            stack.enter_context(serving(folder, "127.0.0.1"))
+
+        async def call(rank: int, ranks: Any) -> Any:
+            node = (0, 2, 3)[rank]
+            return (await find_whole(ranks, lambda: four.folders[node], f"node-{node}", 60.0))[0]
+
+        found = on_ranks(3, call)
+        assert four.load(found) == 4
+        assert read_from(found, "parity") > 0
+        for each in found:
+            asyncio.run(each.storage.aclose())
 
 
 def test_hosts_of_one_name_are_refused(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,220 @@
+"""The parity of other hosts' snapshots, which an agent keeps in the place of copies (RAID 5 over the hosts of a group).
+
+Each host of a group tells which of its snapshots is to be copied. Once all of them tell the same one, the agent fetches
+a segment of each other host, compares blocks with their digests on arrival, and adds the segments to a stripe. Intents
+and receipts are kept whole. Memory of old stripes is used again.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from bcp._log import log
+from bcp._messages.tiers import Intent, Offered, ParityRecord, Sources
+from bcp.agent.fetching import fetched_receipt
+from bcp.agent.offers import offered
+from bcp.agent.pace import Pace
+from bcp.errors import BcpError, CorruptError
+from bcp.format.receipt import Receipt
+from bcp.pipeline import Pipeline, Stage
+from bcp.plan.parity import Row, segment_for
+from bcp.protocols import Backend
+from bcp.read.windows import Window, windows_of, wrong_block
+from bcp.runtime.threads import in_thread
+from bcp.tiers.digests import PART_BYTES, key_of, run_windows
+from bcp.tiers.folder import NodeFolder
+from bcp.tiers.notes import LEFT, Mark, told
+from bcp.tiers.packing import packed
+from bcp.tiers.parity import row_of, xor
+from bcp.tiers.peer import peer_at
+from bcp.tiers.wire import OFFER
+
+__all__ = ["ParityKeeper"]
+
+KEPT = 2
+"""Stripes that stay: the newest one, and the one before it, since other hosts may not have the newest yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What another host of the group has in a stripe."""
+
+    number: int
+    name: str
+    files: Backend
+    ranks: tuple[int, ...]
+    receipts: Sequence[Receipt]
+    row: Row
+    segment: int
+
+    def windows(self) -> list[Window]:
+        """Return the blocks of its segment."""
+        found = []
+        files = {key_of(receipt, file): file for receipt in self.receipts for file in receipt.files}
+        for key, start, stop in self.row.pieces(self.segment, 0, self.row.nbytes(self.segment)):
+            begin, end = np.searchsorted(files[key].blocks.stored_start, (start, stop)).tolist()
+            found += windows_of(key, files[key], PART_BYTES, begin=begin, end=end)
+        return found
+
+
+@dataclass(slots=True)
+class ParityKeeper:
+    """Keeps the stripes of one host.
+
+    Attributes:
+        folder: the memory of this host.
+        pace: of what it fetches.
+    """
+
+    folder: NodeFolder
+    pace: Pace
+    _held: dict[tuple[str, ...], str] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+
+    async def round(self, sources: Sources) -> bool:
+        """Ask all other hosts of the group, and make a stripe of what they all offer; return whether that went well.
+
+        The next round tells them that this host has the stripe.
+        """
+        held = self._held.get(sources.nodes, "")
+        token = await in_thread(self.folder.token)
+        async with AsyncExitStack() as stack:
+            offers: list[tuple[str, Backend, Offered]] = []
+            for number, (name, address) in enumerate(zip(sources.nodes, sources.addresses, strict=True), 1):
+                files = peer_at(name, address, token)
+                stack.push_async_callback(files.aclose)
+                try:
+                    offer = Offered.decode(bytes(await files.get(f"{OFFER}{number}-{held}")))
+                except (BcpError, OSError) as error:
+                    self._tell(name, error)
+                else:
+                    offers.append((name, files, offer))
+            if len(offers) < len(sources.nodes):
+                return False
+            own = await in_thread(offered, self.folder)
+            if own.operation in ("", held) or any(each.operation != own.operation for _, _, each in offers):
+                return True
+            try:
+                await self._make(sources.place, own, offers)
+            except (BcpError, OSError) as error:
+                self._tell("", error)
+                return False
+        self._told.clear()
+        self._held = {sources.nodes: own.operation}
+        return True
+
+    def retire(self) -> None:
+        """Give back the stripes of a group that is none any more, behind newer snapshots of this host. Blocks."""
+        stripes = self.folder.parity.ages()
+        if not stripes:
+            return
+        copies = self.folder.copies()
+        own = {mark.operation: age for mark, age in self.folder.ages().items() if mark not in copies}
+        for operation, age in stripes.items():
+            if sum(other > age for other in own.values()) >= KEPT:
+                self.folder.parity.give_back(operation)
+
+    def _tell(self, name: str, error: Exception) -> None:
+        tell = log.info if name in self._told else log.warning
+        tell("the parity of a snapshot is not made yet", host=name or "this one", error=str(error))
+        self._told.add(name)
+
+    async def _make(self, place: int, own: Offered, offers: Sequence[tuple[str, Backend, Offered]]) -> None:
+        """Make the stripe of a snapshot that all hosts of a group offer, unless it is here."""
+        size, operation = len(offers) + 1, own.operation
+        parts: list[_Part] = []
+        ranks = {place: own.ranks} | {
+            (place - number) % size: offer.ranks for number, (_, _, offer) in enumerate(offers, 1)
+        }
+        with self.folder.parity.holding(operation) as record:
+            if record is not None:
+                return  # that of an earlier group stays: lost files may follow from it
+        await in_thread(partial(self.folder.parity.give_back, operation, but_stripe=True))
+        intent: Intent | None = None
+        for number, (name, files, offer) in enumerate(offers, 1):
+            member, receipts = (place - number) % size, []
+            for rank in offer.ranks:
+                mark = Mark(operation, rank)
+                intent, receipt, data = await fetched_receipt(files, mark, self.folder)
+                await in_thread(self.folder.parity.put_known, mark, intent.with_receipt(data))
+                receipts.append(receipt)
+            segment = segment_for(member, place, size)
+            parts.append(_Part(member, name, files, offer.ranks, receipts, row_of(receipts, size), segment))
+        if intent is None:
+            raise CorruptError(f"no other host has files of operation {operation}")
+        memory = await in_thread(self._room, operation, max(part.row.nbytes(part.segment) for part in parts))
+        for part in parts:
+            await self._add(part, memory)
+        names = {part.number: part.name for part in parts}
+        record = ParityRecord(
+            operation,
+            intent.step,
+            intent.world_size,
+            place,
+            tuple(names.get(each, "") for each in range(size)),
+            tuple(packed(ranks[each]) for each in range(size)),
+            intent.branch,
+        )
+        await in_thread(self.folder.parity.mark, record)
+        await in_thread(self._tidy)
+
+    async def _add(self, part: _Part, memory: memoryview) -> None:
+        """Add what a host has in the stripe; every block is compared with its digest."""
+        base = int(part.row.bounds[part.segment])
+        begin = dict(zip(part.row.keys, part.row.begin.tolist(), strict=False))
+
+        async def add(window: Window) -> Window:
+            await self.pace.take(window.nbytes)
+            got = memoryview(bytearray(window.nbytes))
+            await part.files.read_into(window.key, window.start, got)
+            if wrong := await in_thread(wrong_block, window, got):
+                raise CorruptError(f"from {part.files!r}: {wrong}")
+            start = begin[window.key] + window.start - base
+            await in_thread(xor, memory[start : start + window.nbytes], got)
+            return window
+
+        start: Pipeline[Window, Window] = Pipeline()
+        await run_windows(start.then(Stage("add", add, workers=2)), part.windows())
+
+    def _room(self, operation: str, nbytes: int) -> memoryview:
+        """Return memory of zeros for a stripe: that of an old stripe of this size, or new memory. Blocks."""
+        parity = self.folder.parity
+        path = parity.stripe(operation)
+        with told(path), self.folder.arranging():
+            if path.exists() and path.stat().st_size != nbytes:
+                path.unlink()
+            for other in self._free(operation):
+                old = parity.stripe(other)
+                if parity.give_back(other, but_stripe=True) and old.exists():
+                    if not path.exists() and old.stat().st_size == nbytes:
+                        old.rename(path)
+                    old.unlink(missing_ok=True)
+            is_new = not path.exists()
+            if is_new:
+                self.folder.make(path, nbytes, "the parity of other hosts' files")
+        if not nbytes:
+            return memoryview(bytearray())
+        with path.open("r+b") as file:
+            memory = memoryview(mmap.mmap(file.fileno(), nbytes))
+        if not is_new:
+            np.frombuffer(memory, np.uint8)[:] = 0
+        return memory
+
+    def _free(self, operation: str = "") -> set[str]:
+        """Return the stripes that are not needed, given the save whose stripe is being made. Blocks."""
+        ages, ended = self.folder.parity.ages(), self.folder.ended()
+        whole = sorted((each for each in ages if ended.get(each) != LEFT), key=lambda each: -ages[each])
+        kept = [operation, *(each for each in whole if each != operation)] if operation else whole
+        return self.folder.parity.operations() - {*kept[:KEPT]}
+
+    def _tidy(self) -> None:
+        """Give back the memory of stripes that are not needed any more. Blocks."""
+        with told(self.folder.parity.root), self.folder.arranging():
+            for operation in self._free():
+                self.folder.parity.give_back(operation)
