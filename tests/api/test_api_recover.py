@@ -317,8 +317,8 @@ def test_a_host_without_an_agent_leads_to_the_next_copy(hosts: Hosts) -> None:
 # -- parity ----------------------------------------------------------------------------------------
 
 
-def make_parity(hosts: Hosts) -> None:
-    """Let agents of all hosts make the stripes of the newest snapshot."""
+def make_parity(hosts: Hosts, most: int = 3) -> None:
+    """Let agents of all hosts make the stripes of the newest snapshot, in groups of at most so many hosts."""
     nodes = [folder.root.name for folder in hosts.folders]
     with ExitStack() as stack:
         for folder in hosts.folders:
@@ -326,7 +326,7 @@ def make_parity(hosts: Hosts) -> None:
             stack.enter_context(serving(folder, "127.0.0.1"))
         told = JobHosts(tuple(nodes), tuple(folder.address() for folder in hosts.folders))
         for folder in hosts.folders:
-            sources = told.in_parity_with(folder.root.name, 3, 1)
+            sources = told.in_parity_with(folder.root.name, most, 1)
             assert asyncio.run(Copier(folder, 0.01, Pace(None)).round(sources))
 
 
@@ -336,11 +336,11 @@ def four(tmp_path: Path) -> Hosts:
     return Hosts(tmp_path, nodes=4, each=1)
 
 
-@pytest.mark.parametrize("lost", [(0,), (3,), (0, 2), (1, 3)])
-def test_lost_hosts_follow_from_parity(lost: tuple[int, ...], four: Hosts) -> None:
+@pytest.mark.parametrize(("most", "lost"), [(3, (0,)), (3, (0, 2)), (3, (1, 3)), (4, (0,)), (4, (3,))])
+def test_lost_hosts_follow_from_parity(most: int, lost: tuple[int, ...], four: Hosts) -> None:
     """The layout is another one, and a rank of an empty host takes part."""
     four.train(3, 4)
-    make_parity(four)
+    make_parity(four, most)
     for node in lost:
         four.wipe(node)
     found = four.find((*(node for node in range(4) if node not in lost), lost[0]))

@@ -60,14 +60,16 @@ def set_to(model: nn.Module, step: int) -> None:
             local.copy_(whole)
 
 
-def trained(root: Path, steps: int, nodes: Sequence[int], kind: str = "sharded", copies: int = 1) -> tuple[int, int]:
+def trained(
+    root: Path, steps: int, nodes: Sequence[int], kind: str = "sharded", copies: int = 1, parity: int | None = None
+) -> tuple[int, int]:
     """Train so many steps further, and die; return the step that was resumed, and of how many memories.
 
-    With copies, each step waits until other hosts have the last snapshot that is to be copied.
+    With copies or parity, each step waits until other hosts have those of the last snapshot that is to be copied.
     """
     node = nodes[dist.get_rank()]
     states, folder = make_states(kind), root / f"node-{node}"
-    tiers = bcp.Tiers(folder=folder, node=f"n{node}", listen="127.0.0.1", copies=copies)
+    tiers = bcp.Tiers(folder=folder, node=f"n{node}", listen="127.0.0.1", copies=copies, parity=parity)
     run = bcp.Run(root / "run", states, save=1, durable=1000, tiers=tiers)
     first = run.resume()
     if first:
@@ -81,10 +83,11 @@ def trained(root: Path, steps: int, nodes: Sequence[int], kind: str = "sharded",
         pending = run.maybe_save(step)
         assert pending is not None
         pending.released()
-        if copies > 1:
+        if copies > 1 or parity is not None:
             memory = run._tiered._memory  # type: ignore[union-attr]  # a run with tiers
             until(memory.is_copied, "the next host has copies")  # type: ignore[union-attr]  # same
     hosts = run.resumed.hosts
+    assert not first or "0 bytes from storage" in str(run.resumed)
     dist.barrier()
     if nodes.index(node) == dist.get_rank():
         kill_agents(folder)
@@ -194,3 +197,44 @@ def test_a_lost_host_is_replaced_by_copies(ranks4: Ranks, ranks3: Ranks, root: P
     assert ranks3.run(trained, root, 2, (3, 1, 1), "plain", 2)[0][0] == 7
     for node in (1, 3):
         assert len([*root.glob(f"node-{node}/model/*")]) <= 8, "the folder grows"
+
+
+def test_a_lost_host_is_rebuilt_from_parity(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
+    """Four hosts of a group, and then three, which lose one again. Nothing is in storage."""
+    assert ranks4.run(trained, root, 4, (0, 1, 2, 3), "sharded", 1, 4) == [(0, 0)] * 4
+    shutil.rmtree(root / "node-2")
+    empty(root)
+    assert ranks3.run(trained, root, 3, (0, 1, 3), "sharded", 1, 4) == [(4, 3)] * 3
+    for node in (0, 1, 3):
+        assert len([*root.glob(f"node-{node}/parity/*.xor")]) == 2
+    shutil.rmtree(root / "node-0")
+    empty(root)
+    assert ranks3.run(trained, root, 2, (3, 1, 1), "plain", 1, 4)[0][0] == 7
+    for node in (1, 3):
+        assert len([*root.glob(f"node-{node}/model/*")]) <= 5, "the folder grows"
+        assert len([*root.glob(f"node-{node}/parity/*.xor")]) <= 2, "the folder grows"
+
+
+def test_a_flipped_bit_in_parity_leads_to_the_snapshot_in_storage(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
+    """The agents have stored the one that the second life came back from; the third one goes on from there."""
+    assert ranks4.run(trained, root, 3, (0, 1, 2, 3), "sharded", 1, 4) == [(0, 0)] * 4
+    assert ranks4.run(trained, root, 2, (0, 1, 2, 3), "sharded", 1, 4) == [(3, 4)] * 4
+    until(lambda: committed(root) == [3], "the agents make it durable")
+    shutil.rmtree(root / "node-2")
+    for stripe in root.glob("node-*/parity/*.xor"):
+        data = bytearray(stripe.read_bytes())
+        stripe.write_bytes(bytes(each ^ 1 for each in data))
+    assert ranks3.run(resumed, root, (0, 1, 3)) == [3] * 3
+
+
+def resumed(root: Path, nodes: Sequence[int]) -> int:
+    """Resume with parity, and end; return the step that was resumed."""
+    node, states = nodes[dist.get_rank()], make_states("sharded")
+    tiers = bcp.Tiers(folder=root / f"node-{node}", node=f"n{node}", listen="127.0.0.1", parity=4)
+    with bcp.Run(root / "run", states, save=1, durable=1000, tiers=tiers) as run:
+        first = run.resume()
+        expected = make_states("sharded")["model"]
+        set_to(expected, first)
+        assert all(map(torch.equal, values(states["model"]), values(expected)))
+        assert run.resumed.hosts == 0
+    return first
