@@ -111,13 +111,13 @@ class ParityRecord(Message, frozen=True):
     world_size: Count
     place: Count  # number of this host in the group
     names: tuple[str, ...]  # of the hosts of the group; empty for this one
+    addresses: tuple[str, ...]  # where their agents serve; empty for this one
     ranks: tuple[bytes, ...]  # int32[n], whose files each host of the group has
-    branch: str = ""  # of the run
 
     def __post_init__(self) -> None:
         expect(
             OPERATION.fullmatch(self.operation) is not None,
-            self.place < len(self.names) == len(self.ranks),
+            self.place < len(self.names) == len(self.addresses) == len(self.ranks),
             *(len(each) % 4 == 0 for each in self.ranks),
             reason=f"operation {self.operation!r}, host {self.place} of {len(self.names)} with {len(self.ranks)} ranks",
         )

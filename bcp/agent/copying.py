@@ -19,6 +19,7 @@ from bcp._messages.tiers import Offered, Sources
 from bcp.agent.fetching import fetched_receipt
 from bcp.agent.pace import Pace
 from bcp.agent.parity import ParityKeeper
+from bcp.agent.rescue import lost_before
 from bcp.errors import BcpError, CorruptError
 from bcp.format.metadata import receipt_key
 from bcp.format.receipt import FileReceipt, Receipt
@@ -48,13 +49,16 @@ class Copier:
         folder: the memory of this host.
         poll_seconds: how often it asks.
         pace: of what it fetches.
+        stuck: snapshots that wait for a host which may be lost.
     """
 
     folder: NodeFolder
     poll_seconds: float
     pace: Pace
+    stuck: set[str] = field(default_factory=set)
     _held: dict[str, str] = field(default_factory=dict)
     _told: dict[str, str] = field(default_factory=dict)
+    _rescued: str = ""
     _parity: ParityKeeper = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,10 +77,18 @@ class Copier:
     async def round(self, sources: Sources) -> bool:
         """Ask each host once, and fetch what it offers; return whether all have answered."""
         if sources.place >= 0:
-            if await in_thread(self.folder.copies):  # of a life without parity
+            if await in_thread(self.folder.copies):  # of a life without parity, or of a lost host
                 await in_thread(self._tidy)
-            return await self._parity.round(sources)
-        await in_thread(self._parity.retire)
+            is_well = await self._parity.round(sources)
+        else:
+            await in_thread(self._parity.retire)
+            is_well = await self._copy(sources)
+        for operation in sorted(self.stuck):
+            is_well = await self._rescue(operation) and is_well
+        return is_well
+
+    async def _copy(self, sources: Sources) -> bool:
+        """Fetch what each host offers."""
         is_well = True
         for number, (name, address) in enumerate(zip(sources.nodes, sources.addresses, strict=True), 1):
             files = peer_at(name, address, await in_thread(self.folder.token))
@@ -94,6 +106,27 @@ class Copier:
         self._told = {name: error for name, error in self._told.items() if name in sources.nodes}
         await in_thread(self.folder.put_troubles, COPYING, self._told)
         return is_well
+
+    async def _rescue(self, operation: str) -> bool:
+        """Rebuild the files of a lost host from parity, where this host is the one to do it; they become copies."""
+        try:
+            async with lost_before(self.folder, operation) as lost:
+                if lost is None:
+                    return True
+                self._rescued = operation
+                await in_thread(self.folder.note_copies, lost.marks, lost.name)
+                for mark in lost.marks:
+                    if not await in_thread(self.folder.is_marked, mark):
+                        await self._fetch_rank(lost.files, mark)
+                log.info("the files of a lost host are rebuilt from parity", host=lost.name, operation=operation)
+        except (BcpError, OSError) as error:
+            tell = log.info if operation in self._told else log.warning
+            tell("the files of a lost host are not rebuilt yet", operation=operation, error=str(error))
+            self._told[operation] = str(error)
+            return False
+        finally:
+            self._rescued = ""
+        return True
 
     async def _fetch(self, files: Backend, name: str, number: int) -> None:
         """Fetch the newest snapshot that a host offers, and tell it so, until it offers no other one."""
@@ -159,7 +192,7 @@ class Copier:
         ages = {mark: age for mark, age in self.folder.ages().items() if mark not in copies}
         own = {mark.operation: age for mark, age in ages.items()}
         is_marked = {mark for mark in copies if self.folder.is_marked(mark)}
-        needed = needed_operations(copies, is_marked, self.folder.sources().nodes, own)
+        needed = {*needed_operations(copies, is_marked, self.folder.sources().nodes, own), self._rescued}
         old = [mark for mark in copies if mark.operation not in needed and self.folder.take(mark)]
         return [path for mark in old for path in there.get(mark, ())]
 

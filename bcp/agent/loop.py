@@ -78,6 +78,10 @@ class Agent:
     _committed_age: float = 0.0
     _waits_since: dict[str, float] = field(default_factory=dict)
     _troubles: dict[str, str] = field(default_factory=dict)
+    _copier: Copier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._copier = Copier(self.folder, self.poll_seconds, Pace(self.pace))
 
     async def run(self) -> None:
         """Serve until the trainers have ended and their newest snapshot is durable, or for ``linger_seconds`` longer.
@@ -87,7 +91,7 @@ class Agent:
         store = await in_thread(resolve, self.durable, self.storage_options)
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(Copier(self.folder, self.poll_seconds, Pace(self.pace)).run)
+                group.start_soon(self._copier.run)
                 await self._drain_all(store)
                 group.cancel_scope.cancel()
             if await in_thread(self.folder.is_finished):
@@ -149,6 +153,7 @@ class Agent:
         intent, marks = generation.intent, list(generation.marks)
         if self._is_stuck(intent.operation):  # other hosts may be lost
             marks += generation.copies
+            self._copier.stuck.add(intent.operation)
         if not marks:
             self._waits_since.setdefault(intent.operation, time.monotonic())
             return Outcome.WAITING
@@ -174,6 +179,7 @@ class Agent:
 
     def _forget_others(self, operations: Collection[str]) -> None:
         """Forget the tries of snapshots that have ended."""
+        self._copier.stuck.intersection_update(operations)
         for tries in (self._tries, self._next_try, self._waits_since, self._troubles):
             for operation in tries.keys() - operations:
                 del tries[operation]

@@ -42,13 +42,31 @@ KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What another host of the group has in a stripe."""
+class Offer:
+    """What another host of the group offers."""
+
+    name: str
+    address: str
+    files: Backend
+    told: Offered
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What another host of the group has in a stripe.
+
+    Attributes:
+        number: of the host in the group.
+        offer: of the host.
+        intent: of one of its ranks.
+        receipts: of its files, by rank.
+        row: its files.
+        segment: the one in this stripe.
+    """
 
     number: int
-    name: str
-    files: Backend
-    ranks: tuple[int, ...]
+    offer: Offer
+    intent: Intent
     receipts: Sequence[Receipt]
     row: Row
     segment: int
@@ -85,7 +103,7 @@ class ParityKeeper:
         held = self._held.get(sources.nodes, "")
         token = await in_thread(self.folder.token)
         async with AsyncExitStack() as stack:
-            offers: list[tuple[str, Backend, Offered]] = []
+            offers: list[Offer] = []
             for number, (name, address) in enumerate(zip(sources.nodes, sources.addresses, strict=True), 1):
                 files = peer_at(name, address, token)
                 stack.push_async_callback(files.aclose)
@@ -94,18 +112,19 @@ class ParityKeeper:
                 except (BcpError, OSError) as error:
                     self._tell(name, error)
                 else:
-                    offers.append((name, files, offer))
+                    self._told.discard(name)
+                    offers.append(Offer(name, address, files, offer))
             if len(offers) < len(sources.nodes):
                 return False
             own = await in_thread(offered, self.folder)
-            if own.operation in ("", held) or any(each.operation != own.operation for _, _, each in offers):
+            if own.operation in ("", held) or any(each.told.operation != own.operation for each in offers):
                 return True
             try:
                 await self._make(sources.place, own, offers)
             except (BcpError, OSError) as error:
                 self._tell("", error)
                 return False
-        self._told.clear()
+        self._told.discard("")
         self._held = {sources.nodes: own.operation}
         return True
 
@@ -125,46 +144,34 @@ class ParityKeeper:
         tell("the parity of a snapshot is not made yet", host=name or "this one", error=str(error))
         self._told.add(name)
 
-    async def _make(self, place: int, own: Offered, offers: Sequence[tuple[str, Backend, Offered]]) -> None:
+    async def _make(self, place: int, own: Offered, offers: Sequence[Offer]) -> None:
         """Make the stripe of a snapshot that all hosts of a group offer, unless it is here."""
-        size, operation = len(offers) + 1, own.operation
-        parts: list[_Part] = []
-        ranks = {place: own.ranks} | {
-            (place - number) % size: offer.ranks for number, (_, _, offer) in enumerate(offers, 1)
-        }
+        operation = own.operation
         with self.folder.parity.holding(operation) as record:
             if record is not None:
                 return  # that of an earlier group stays: lost files may follow from it
         await in_thread(partial(self.folder.parity.give_back, operation, but_stripe=True))
-        intent: Intent | None = None
-        for number, (name, files, offer) in enumerate(offers, 1):
-            member, receipts = (place - number) % size, []
-            for rank in offer.ranks:
-                mark = Mark(operation, rank)
-                intent, receipt, data = await fetched_receipt(files, mark, self.folder)
-                await in_thread(self.folder.parity.put_known, mark, intent.with_receipt(data))
-                receipts.append(receipt)
-            segment = segment_for(member, place, size)
-            parts.append(_Part(member, name, files, offer.ranks, receipts, row_of(receipts, size), segment))
-        if intent is None:
-            raise CorruptError(f"no other host has files of operation {operation}")
+        parts = [await self._part(place, number, offer, len(offers) + 1) for number, offer in enumerate(offers, 1)]
         memory = await in_thread(self._room, operation, max(part.row.nbytes(part.segment) for part in parts))
         for part in parts:
             await self._add(part, memory)
-        names = {part.number: part.name for part in parts}
-        record = ParityRecord(
-            operation,
-            intent.step,
-            intent.world_size,
-            place,
-            tuple(names.get(each, "") for each in range(size)),
-            tuple(packed(ranks[each]) for each in range(size)),
-            intent.branch,
-        )
-        await in_thread(self.folder.parity.mark, record)
+        await in_thread(self.folder.parity.mark, _record(place, own, parts))
         await in_thread(self._tidy)
 
-    async def _add(self, part: _Part, memory: memoryview) -> None:
+    async def _part(self, place: int, number: int, offer: Offer, size: int) -> Part:
+        """Fetch intents and receipts of the host so many places before this one."""
+        member, receipts = (place - number) % size, []
+        intent: Intent | None = None
+        for rank in offer.told.ranks:
+            mark = Mark(offer.told.operation, rank)
+            intent, receipt, data = await fetched_receipt(offer.files, mark, self.folder)
+            await in_thread(self.folder.parity.put_known, mark, intent.with_receipt(data))
+            receipts.append(receipt)
+        if intent is None:
+            raise CorruptError(f"{offer.name} offers operation {offer.told.operation} with files of no rank")
+        return Part(member, offer, intent, receipts, row_of(receipts, size), segment_for(member, place, size))
+
+    async def _add(self, part: Part, memory: memoryview) -> None:
         """Add what a host has in the stripe; every block is compared with its digest."""
         base = int(part.row.bounds[part.segment])
         begin = dict(zip(part.row.keys, part.row.begin.tolist(), strict=False))
@@ -172,9 +179,9 @@ class ParityKeeper:
         async def add(window: Window) -> Window:
             await self.pace.take(window.nbytes)
             got = memoryview(bytearray(window.nbytes))
-            await part.files.read_into(window.key, window.start, got)
+            await part.offer.files.read_into(window.key, window.start, got)
             if wrong := await in_thread(wrong_block, window, got):
-                raise CorruptError(f"from {part.files!r}: {wrong}")
+                raise CorruptError(f"from {part.offer.files!r}: {wrong}")
             start = begin[window.key] + window.start - base
             await in_thread(xor, memory[start : start + window.nbytes], got)
             return window
@@ -218,3 +225,18 @@ class ParityKeeper:
         with told(self.folder.parity.root), self.folder.arranging():
             for operation in self._free():
                 self.folder.parity.give_back(operation)
+
+
+def _record(place: int, own: Offered, parts: Sequence[Part]) -> ParityRecord:
+    """Say whose files are in a stripe."""
+    others, intent = {part.number: part.offer for part in parts}, parts[0].intent
+    numbers = range(len(parts) + 1)
+    return ParityRecord(
+        own.operation,
+        intent.step,
+        intent.world_size,
+        place,
+        tuple(others[each].name if each in others else "" for each in numbers),
+        tuple(others[each].address if each in others else "" for each in numbers),
+        tuple(packed(others[each].told.ranks if each in others else own.ranks) for each in numbers),
+    )

@@ -16,7 +16,7 @@ from bcp.protocols import Backend
 from bcp.read.windows import Window, windows_of
 from bcp.runtime.threads import in_thread
 
-__all__ = ["PART_BYTES", "digested", "is_of", "key_of", "read_window", "run_windows"]
+__all__ = ["PART_BYTES", "blank_of", "digested", "is_of", "key_of", "read_window", "run_windows"]
 
 T = TypeVar("T")
 
@@ -87,11 +87,15 @@ async def run_windows(graph: Pipeline[Window, T], windows: Sequence[Window]) -> 
 
 def is_of(receipt: Receipt, blank: Receipt) -> bool:
     """Whether a receipt differs from a blank one in nothing but digests."""
-    return encode_receipt(replace(receipt, files=[_blanked(file) for file in receipt.files])) == encode_receipt(blank)
+    return encode_receipt(blank_of(receipt)) == encode_receipt(blank)
 
 
-def _blanked(file: FileReceipt) -> FileReceipt:
-    return replace(file, blocks=replace(file.blocks, checksum=[bytes(16)] * len(file.blocks)))
+def blank_of(receipt: Receipt) -> Receipt:
+    """Return a receipt with zeros for digests."""
+    files = [
+        replace(file, blocks=replace(file.blocks, checksum=[bytes(16)] * len(file.blocks))) for file in receipt.files
+    ]
+    return replace(receipt, files=files)
 
 
 async def _digested_file(files: Backend, blank: Receipt, file: FileReceipt) -> FileReceipt:

@@ -46,7 +46,7 @@ from bcp.tiers.notes import (
 )
 from bcp.tiers.parity_files import PARITY, ParityFiles
 
-__all__ = ["INTENTS", "Held", "NodeFolder"]
+__all__ = ["INTENTS", "LAYOUTS", "Held", "NodeFolder"]
 
 INTENTS, LAYOUTS = "intents", "layouts"
 PRIVATE = 0o700

@@ -13,14 +13,14 @@ from bcp._messages.tiers import HeldGroup, Intent, ParityRecord
 from bcp.backends.small import get_small
 from bcp.errors import CheckpointError, CorruptError, StorageError
 from bcp.format.metadata import owner_of, receipt_key
-from bcp.format.receipt import Receipt
+from bcp.format.receipt import Receipt, encode_receipt
 from bcp.plan.holders import Whole
 from bcp.plan.parity import Group, Row, Stripe, segment_for, stripe_of
 from bcp.protocols import Backend, Buffer
 from bcp.runtime.threads import in_thread
-from bcp.tiers.digests import key_of
-from bcp.tiers.folder import NodeFolder
-from bcp.tiers.intent import decode_intent
+from bcp.tiers.digests import blank_of, key_of
+from bcp.tiers.folder import INTENTS, LAYOUTS, NodeFolder
+from bcp.tiers.intent import decode_intent, encode_intent
 from bcp.tiers.near import Copy
 from bcp.tiers.notes import LEFT, Mark
 from bcp.tiers.packing import packed, unpacked
@@ -72,11 +72,20 @@ class Rebuilt(ReadOnly):
         return f"Rebuilt(ranks {[*self._members[self._lost]]} of operation {self._operation} from parity)"
 
     async def get(self, key: str) -> Buffer:
-        """Return a receipt, of which each other host of the group has a copy."""
-        owner = owner_of(key)
-        if owner is None or key != receipt_key(owner[0], self._operation):
+        """Return a receipt, an intent or the layout of the lost host: each other one of the group has them, too."""
+        directory, _, name = key.partition("/")
+        if directory == LAYOUTS:
+            return await self._layout(key)
+        mark = Mark.of(name) if directory == INTENTS else None
+        owner = owner_of(key) if mark is None else (mark.rank, mark.operation)
+        if owner is None or owner[1] != self._operation or owner[0] not in self._members[self._lost]:
             raise FileNotFoundError(f"{self!r} has no {key}")
-        return (await self._known(owner[0], self._lost))[0]
+        intent, receipt = await self._known(owner[0], self._lost)
+        if mark is not None:
+            return encode_intent(intent.with_receipt(encode_receipt(blank_of(receipt))))
+        if key != receipt_key(owner[0], self._operation):
+            raise FileNotFoundError(f"{self!r} has no {key}")
+        return intent.receipt
 
     async def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill ``out`` from a file's bytes.
@@ -133,16 +142,23 @@ class Rebuilt(ReadOnly):
             self._rows[member] = row_of(receipts, len(self._members))
         return self._rows[member]
 
-    async def _known(self, rank: int, member: int) -> tuple[bytes, Receipt]:
-        """Return the receipt of a rank, encoded and decoded, from a host that has put its files into a stripe."""
+    async def _known(self, rank: int, member: int) -> tuple[Intent, Receipt]:
+        """Return intent and receipt of a rank from a host that has put its files into a stripe."""
         key, reasons = known_key(Mark(self._operation, rank)), []
         for files in (files for number, files in self._stripes.items() if number != member):
             try:
-                intent, receipt = decode_intent(bytes(await get_small(files, key)), f"{key} from {files!r}")
+                return decode_intent(bytes(await get_small(files, key)), f"{key} from {files!r}")
             except (FileNotFoundError, CheckpointError, StorageError) as error:
                 reasons.append(str(error) or "it is missing")
-            else:
-                return intent.receipt, receipt
+        raise StorageError(f"{self!r} needs {key}: {'; '.join(reasons)}")
+
+    async def _layout(self, key: str) -> Buffer:
+        reasons = []
+        for files in self._stripes.values():
+            try:
+                return await get_small(files, key)
+            except (FileNotFoundError, CorruptError, StorageError) as error:
+                reasons.append(str(error) or "it is missing")
         raise StorageError(f"{self!r} needs {key}: {'; '.join(reasons)}")
 
     async def aclose(self) -> None:

@@ -5,28 +5,19 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bcp._messages.tiers import Intent
 from bcp.backends import LocalBackend
 from bcp.format.metadata import METADATA_KEY, decode_metadata, encode_layout
-from bcp.format.receipt import Receipt, decode_receipt, encode_receipt
+from bcp.format.receipt import decode_receipt, encode_receipt
 from bcp.read.opening import read_metadata
-from bcp.tiers.digests import key_of
+from bcp.tiers.digests import blank_of, key_of
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.notes import Mark
 
 __all__ = ["blank_of", "kept", "marks_of"]
-
-
-def blank_of(receipt: Receipt) -> Receipt:
-    """Return a receipt with zeros for digests."""
-    files = [
-        replace(file, blocks=replace(file.blocks, checksum=[bytes(16)] * len(file.blocks))) for file in receipt.files
-    ]
-    return replace(receipt, files=files)
 
 
 def kept(direct: Path, root: Path, ranks: Sequence[int], **more: Any) -> NodeFolder:

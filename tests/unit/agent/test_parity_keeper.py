@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ from tasks import on_ranks
 import bcp
 from bcp._messages.tiers import Sources
 from bcp.agent.copying import Copier
+from bcp.agent.loop import Agent
 from bcp.agent.pace import Pace
 from bcp.agent.serve import MemoryServer
 from bcp.backends import LocalBackend
@@ -351,6 +353,49 @@ async def _alone(group: Group, operation: str) -> object:
     """Ask the one host that is left, which has lost what it knew."""
     files = Rebuilt(operation, group.ranks, 1, {0: LocalBackend(group.folders[0].root)}, {})
     return await files.get(receipt_key(2, operation))
+
+
+def test_agents_make_a_snapshot_durable_without_a_lost_host(group: Group) -> None:
+    """The next host of the group rebuilds its files once the snapshot is stuck, and only that one."""
+    direct, store = group.root / "direct-1", LocalBackend(group.root / "store")
+    operation = group.keep(1)
+    group.round()
+    shutil.rmtree(group.folders[0].root)
+    agents = [Agent(group.folders[host], str(store.root), f"n{host}", patience_seconds=0.0) for host in (1, 2)]
+    for _ in range(3):
+        for agent in agents:
+            asyncio.run(agent.round(store, is_alone=True))
+            agent._next_try.clear()
+            asyncio.run(agent._copier.round(agent.folder.sources()))
+    assert bcp.Checkpoint(store.root / "step-1").verify()
+    for path in direct.glob(f"*/0*-{operation}.*"):
+        assert (store.root / "step-1" / path.relative_to(direct)).read_bytes() == path.read_bytes()
+    assert [{mark.rank for mark in group.folders[host].copies()} for host in (1, 2)] == [{0, 1}, set()]
+
+
+def test_a_host_that_answers_is_not_rebuilt(group: Group) -> None:
+    operation = group.keep(1)
+    group.round()
+    for copier in group.copiers:
+        copier.stuck.add(operation)
+    assert all(group.round())
+    assert not any(folder.copies() for folder in group.folders)
+
+
+def test_a_host_that_cannot_be_rebuilt_is_tried_again(group: Group, caplog: pytest.LogCaptureFixture) -> None:
+    operation = group.keep(1)
+    group.round()
+    stripe = group.folders[2].parity.stripe(operation)
+    data = stripe.read_bytes()
+    stripe.write_bytes(bytes(each ^ 1 for each in data))
+    shutil.rmtree(group.folders[0].root)
+    group.copiers[1].stuck.add(operation)
+    assert group.round(1, 1) == [False, False]
+    assert caplog.text.count("are not rebuilt yet") == 1, "it is told once"
+    assert not [mark for mark in group.folders[1].marks() if mark.rank in (0, 1)]
+    stripe.write_bytes(data)
+    group.round(1)
+    assert {mark.rank for mark in group.folders[1].marks()} == {0, 1, 2}
 
 
 def test_hosts_without_tensors() -> None:

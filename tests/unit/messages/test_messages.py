@@ -190,7 +190,7 @@ EXAMPLES: list[Message] = [
         rebuilt=bytes(4),
         groups=(HeldGroup((bytes(4), bytes(4)), bytes(8)),),
     ),
-    ParityRecord("0123456789abcdef", 7, 2, 1, ("node-1", ""), (bytes(4), bytes(4)), "main"),
+    ParityRecord("0123456789abcdef", 7, 2, 1, ("node-1", ""), ("10.0.0.1:7000", ""), (bytes(4), bytes(4))),
     Digested(bytes(8), bytes(32), b"intent", b"layout"),
     MadeMetadata(b"metadata", "step-00001000"),
     LeftBehind(("step-00001000",), ("0123456789abcdef",)),
