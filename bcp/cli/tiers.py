@@ -46,7 +46,8 @@ def command(folder: Path, *, as_json: bool) -> int:
     click.echo(clean(f"run     {memory.run or 'none yet'}"))
     click.echo(clean(f"ranks   {_numbers(memory.ranks) or 'none lives here'}"))
     click.echo(clean(f"agent   {agent if memory.is_served else 'none: start python -m bcp.agent'}"))
-    click.echo(clean(f"copies  {', '.join(memory.copies) or 'of no other host'}"))
+    others = ", ".join(memory.copies) or "of no other host"
+    click.echo(clean(f"copies  {f'parity with {others}' if memory.has_parity else others}"))
     ages = {name: _age(moment) for name, moment in _tiers(memory).items()}
     words = [f"{name} {duration_words(age)}" for name, age in ages.items() if age is not None]
     click.echo(f"newest  {', '.join(words) or 'nothing'}")
@@ -61,7 +62,7 @@ def command(folder: Path, *, as_json: bool) -> int:
             when(each.marked),
             bytes_words(each.nbytes),
             f"{_numbers(each.ranks)} of {each.world_size}",
-            each.copied_from,
+            f"parity of {', '.join(each.parity_of)}" if each.parity_of else each.copied_from,
             each.state,
         ]
         for each in memory.snapshots

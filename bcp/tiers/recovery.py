@@ -102,9 +102,8 @@ class Hosts:
         [group] = [each for each in groups_of(len(self.names), most, stride) if host in each]
         place, size = group.index(host), len(group)
         others = [group[(place - number) % size] for number in range(1, size)]
-        return Sources(
-            tuple(self.names[each] for each in others), tuple(self.addresses[each] for each in others), place
-        )
+        addresses = tuple(self.addresses[each] for each in others)
+        return Sources(tuple(self.names[each] for each in others), addresses, place if others else -1)
 
 
 async def find_whole(

@@ -9,6 +9,7 @@ from pathlib import Path
 from bcp.errors import InputError
 from bcp.tiers.folder import INTENTS, NodeFolder
 from bcp.tiers.notes import COMMITTED, COPYING, LEFT, REFUSED, STORING, SUPERSEDED, Mark
+from bcp.tiers.packing import unpacked
 
 __all__ = ["HostMemory", "HostSnapshot", "look"]
 
@@ -18,15 +19,16 @@ WORDS = {COMMITTED: "durable", LEFT: "given up", REFUSED: "refused", SUPERSEDED:
 
 @dataclass(frozen=True, slots=True)
 class HostSnapshot:
-    """The files of one snapshot on one host, its own or copies of those of another one.
+    """The files of one snapshot on one host: its own, copies of those of another one, or parity of those of others.
 
     Attributes:
         step: of the training.
         operation: id of the save.
         ranks: whose files they are, of ``world_size``.
         world_size: how many ranks have saved.
-        copied_from: name of the host whose files these are copies of; empty for this host's own.
-        nbytes: bytes of the data files.
+        copied_from: name of the host whose files these are copies of; empty for this host's own, and for parity.
+        parity_of: names of the hosts whose files this is the parity of; empty for files.
+        nbytes: bytes of the data files, or of the parity.
         marked: when the last of these ranks has begun its copy.
         state: what has become of it.
     """
@@ -36,6 +38,7 @@ class HostSnapshot:
     ranks: tuple[int, ...]
     world_size: int
     copied_from: str
+    parity_of: tuple[str, ...]
     nbytes: int
     marked: datetime
     state: str
@@ -55,7 +58,8 @@ class HostMemory:
         ranks: those that live on this host.
         is_served: whether an agent serves it.
         address: where the agent lets other hosts read; empty if it does not.
-        copies: names of the hosts that this one copies.
+        copies: names of the hosts that this one copies, or keeps the parity of.
+        has_parity: whether it keeps parity in the place of copies.
         snapshots: whole ones, the newest first.
         kept: when the newest snapshot of this host was marked that a recovery can use; None if there is none.
         copied: the same of the newest one that other hosts have copied.
@@ -68,6 +72,7 @@ class HostMemory:
     is_served: bool
     address: str
     copies: tuple[str, ...]
+    has_parity: bool
     snapshots: tuple[HostSnapshot, ...]
     kept: datetime | None = None
     copied: datetime | None = None
@@ -108,21 +113,25 @@ def look(root: Path) -> HostMemory:
                 ranks=tuple(sorted(mark.rank for mark in marks)),
                 world_size=intent.world_size,
                 copied_from=name,
+                parity_of=(),
                 nbytes=sum(path.stat().st_size for mark in marks for path in files.get(mark, ())),
                 marked=datetime.fromtimestamp(max(ages[mark] for mark in marks), UTC),
                 state=_state(folder, operation, durable=intent.durable),
             )
         )
     own = [each for each in found if not each.copied_from and each.state != WORDS[LEFT]]
-    hosts = len(folder.sources().nodes)
+    sources = folder.sources()
+    hosts = len(sources.nodes)
     copied = [each.marked for each in own if hosts and folder.is_copied(each.operation, hosts)]
     committed = folder.newest_commit()
+    found += _stripes(folder)
     return HostMemory(
         run=folder.run(),
         ranks=tuple(folder.members()),
         is_served=folder.is_served(),
         address=folder.address(),
-        copies=folder.sources().nodes,
+        copies=sources.nodes,
+        has_parity=sources.place >= 0,
         snapshots=tuple(sorted(found, key=lambda each: (-each.marked.timestamp(), each.copied_from))),
         kept=max((each.marked for each in own), default=None),
         copied=max(copied, default=None),
@@ -132,6 +141,37 @@ def look(root: Path) -> HostMemory:
             *folder.troubles(STORING).values(),
         ),
     )
+
+
+def _stripes(folder: NodeFolder) -> list[HostSnapshot]:
+    """Return the parity of other hosts' snapshots."""
+    found = []
+    for operation, age in folder.parity.ages().items():
+        with folder.parity.holding(operation) as record:
+            if record is None:
+                continue
+            others = [ranks for place, ranks in enumerate(record.ranks) if place != record.place]
+            found.append(
+                HostSnapshot(
+                    step=record.step,
+                    operation=operation,
+                    ranks=tuple(sorted(rank for ranks in others for rank in unpacked(ranks).tolist())),
+                    world_size=record.world_size,
+                    copied_from="",
+                    parity_of=tuple(filter(None, record.names)),
+                    nbytes=_nbytes(folder.parity.stripe(operation)),
+                    marked=datetime.fromtimestamp(age, UTC),
+                    state=_state(folder, operation, durable=False),
+                )
+            )
+    return found
+
+
+def _nbytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # given back meanwhile
+        return 0
 
 
 def _state(folder: NodeFolder, operation: str, *, durable: bool) -> str:

@@ -18,10 +18,12 @@ from torch import distributed
 
 import bcp
 from bcp.__main__ import main
+from bcp._messages.tiers import ParityRecord, Sources
 from bcp.cli import COMMANDS
 from bcp.cli.screen import failed
 from bcp.cli.tiers import _numbers
 from bcp.tiers.folder import NodeFolder
+from bcp.tiers.packing import packed
 
 FACTS = {"git": "4f1c9e2", "note": "\x1b[31mred"}
 
@@ -380,9 +382,25 @@ def test_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["seconds"]["copies"] is found["seconds"]["storage"] is None
     with pytest.raises(ZeroDivisionError), run:
         raise ZeroDivisionError
-    assert "none lives here" in said(capsys, "tiers", str(memory))
+    keep_parity(NodeFolder(memory))
+    lines = said(capsys, "tiers", str(memory)).splitlines()
+    assert lines[1] == "ranks   none lives here"
+    assert lines[3] == "copies  parity with node-2, node-1"
+    [line] = [line for line in lines if "parity of node-1, node-2" in line]
+    assert line.split()[0] == "7"
+    assert "1, 4-5 of 6" in line
+    [stripe] = [each for each in data(capsys, "tiers", str(memory))["snapshots"] if each["parity_of"]]
+    assert (stripe["nbytes"], stripe["ranks"], stripe["copied_from"]) == (1000, [1, 4, 5], "")
     said(capsys, "tiers", str(tmp_path), status=2)
     assert {*tmp_path.iterdir()} == {memory, store}, "nothing is made"
+
+
+def keep_parity(folder: NodeFolder) -> None:
+    """Let a host have a stripe of a snapshot."""
+    operation, ranks = "0123456789abcdef", (packed([0, 2]), packed([1]), packed([4, 5]))
+    folder.put_sources(Sources(("node-2", "node-1"), ("", ""), place=0))
+    folder.parity.stripe(operation).write_bytes(bytes(1000))
+    folder.parity.mark(ParityRecord(operation, 7, 6, 0, ("", "node-1", "node-2"), ("", "", ""), ranks))
 
 
 @pytest.mark.parametrize(

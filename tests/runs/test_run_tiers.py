@@ -131,6 +131,10 @@ def test_arguments_that_do_not_go_together(arguments: dict[str, Any], words: str
         ({"node": ""}, "node=''"),
         ({"folder": 7}, "folder=7"),
         ({"listen": 80}, "listen=80"),
+        ({"copies": 0}, "copies=0"),
+        ({"parity": 2}, "parity=2.*pass copies=2"),
+        ({"parity": True}, "parity=True"),
+        ({"parity": 8, "copies": 2}, r"copies=2, parity=8.*pass one of them"),
         ({"agent": "external", "listen": "10.0.0.1"}, r"say it to the agent.*--listen 10.0.0.1"),
     ],
 )

@@ -32,6 +32,7 @@ from bcp.tiers.folder import NodeFolder
 from bcp.tiers.notes import LEFT, Mark
 from bcp.tiers.packing import unpacked
 from bcp.tiers.parity import Rebuilt
+from bcp.tiers.parity_files import operation_in
 from bcp.tiers.recovery import Hosts
 
 TOKEN = b"the token of this job"
@@ -396,6 +397,27 @@ def test_a_host_that_cannot_be_rebuilt_is_tried_again(group: Group, caplog: pyte
     stripe.write_bytes(data)
     group.round(1)
     assert {mark.rank for mark in group.folders[1].marks()} == {0, 1, 2}
+
+
+def test_a_host_alone_has_no_parity() -> None:
+    assert Hosts(("h0",), ("h0:1",)).in_parity_with("h0", 3, 1) == Sources((), ())
+
+
+@pytest.mark.parametrize(
+    ("key", "operation"),
+    [
+        ("parity/0123456789abcdef.xor", "0123456789abcdef"),
+        ("parity/00007-0123456789abcdef", "0123456789abcdef"),
+        ("parity/0123456789abcdef.record", ""),
+        ("parity/../0123456789abcdef.xor", ""),
+        ("parity/0123456789abcdef.xor/../../token", ""),
+        ("parity/.0123456789abcdef.xor", ""),
+        ("model/00007-0123456789abcdef", ""),
+    ],
+)
+def test_which_keys_are_parity(key: str, operation: str) -> None:
+    """Others are read by nobody."""
+    assert operation_in(key) == operation
 
 
 def test_hosts_without_tensors() -> None:
