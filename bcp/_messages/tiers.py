@@ -131,7 +131,7 @@ class Holdings(Message, frozen=True):
     address: str = ""  # where its agent serves
     token: bytes = b""  # the job's secret, if the host has it
     host: str = ""  # identity of the host's network, other than that of another host
-    parity: tuple[ParityRecord, ...] = ()  # of other hosts' files
+    parity: tuple[bytes, ...] = ()  # encoded records; those of one rank of each host are decoded
 
 
 class HeldGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -167,11 +167,12 @@ def groups_with(stripes: Sequence[tuple[int, Stripe]], world_size: int) -> list[
         world_size: how many ranks have saved.
 
     """
-    holders: dict[tuple[tuple[int, ...], ...], Ints] = {}
+    holders: dict[tuple[tuple[int, ...], ...], dict[int, int]] = {}
     for host, stripe in stripes:
-        ranks = [rank for member in stripe.members for rank in member]
-        is_sound = len({*ranks}) == len(ranks) and all(0 <= rank < world_size for rank in ranks)
-        if is_sound and 0 <= stripe.place < len(stripe.members):
-            holder = holders.setdefault(stripe.members, np.full(len(stripe.members), -1, np.int64))
-            holder[stripe.place] = host
-    return [Group(members, holder) for members, holder in holders.items()]
+        holders.setdefault(stripe.members, {})[stripe.place] = host
+    found = []
+    for members, places in holders.items():
+        ranks = [rank for member in members for rank in member]
+        if len({*ranks}) == len(ranks) and all(0 <= rank < world_size for rank in ranks):
+            found.append(Group(members, np.array([places.get(each, -1) for each in range(len(members))], np.int64)))
+    return found

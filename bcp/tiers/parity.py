@@ -5,7 +5,7 @@ A wrong rebuild is not believed: whoever reads compares blocks with their digest
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -35,7 +35,7 @@ __all__ = [
     "known_intent",
     "rebuilt_copies",
     "row_of",
-    "stripe_in",
+    "stripes_in",
     "xor",
 ]
 
@@ -193,13 +193,13 @@ def row_of(receipts: Sequence[Receipt], size: int) -> Row:
 # -- what hosts tell each other --------------------------------------------------------------------
 
 
-def held_parity(folder: NodeFolder) -> tuple[ParityRecord, ...]:
-    """List the stripes of this host that count. Blocks."""
+def held_parity(folder: NodeFolder) -> tuple[bytes, ...]:
+    """List the records of this host's stripes that count, encoded. Blocks."""
     found, ended = [], folder.ended()
     for operation in sorted(folder.parity.ages()):
         with folder.parity.holding(operation) as record:
             if record is not None and ended.get(operation) != LEFT:
-                found.append(record)
+                found.append(record.encode())
     return tuple(found)
 
 
@@ -213,9 +213,25 @@ def known_intent(folder: NodeFolder, mark: Mark) -> Intent | None:
         return None if data is None else decode_intent(data, known_key(mark))[0]
 
 
-def stripe_in(record: ParityRecord) -> Stripe:
-    """Return what a host tells about one of its stripes, for the plan."""
-    return Stripe(record.operation, record.place, tuple(tuple(unpacked(each).tolist()) for each in record.ranks))
+def stripes_in(told: Iterable[Sequence[bytes]]) -> list[list[Stripe]]:
+    """Return the stripes of each host, for the plan.
+
+    Args:
+        told: the records of each host, encoded.
+
+    Raises:
+        MessageError: a record cannot be decoded.
+
+    """
+    members: dict[tuple[bytes, ...], tuple[tuple[int, ...], ...]] = {}  # the hosts of a group tell the same
+    found: list[list[Stripe]] = []
+    for host in told:
+        found.append([])
+        for record in map(ParityRecord.decode, host):
+            if record.ranks not in members:
+                members[record.ranks] = tuple(tuple(unpacked(each).tolist()) for each in record.ranks)
+            found[-1].append(Stripe(record.operation, record.place, members[record.ranks]))
+    return found
 
 
 def held_group(group: Group) -> HeldGroup:

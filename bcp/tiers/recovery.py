@@ -32,7 +32,7 @@ from bcp.tiers.intent import commit_of
 from bcp.tiers.near import Copy, NearBackend
 from bcp.tiers.notes import LEFT, Mark
 from bcp.tiers.packing import packed, unpacked
-from bcp.tiers.parity import group_of, held_group, held_parity, known_intent, rebuilt_copies, stripe_in
+from bcp.tiers.parity import group_of, held_group, held_parity, known_intent, rebuilt_copies, stripes_in
 from bcp.tiers.peer import peer_at
 
 __all__ = ["Found", "Hosts", "Reach", "find_whole"]
@@ -189,7 +189,7 @@ class _Leader:
                 if each.branch != branch
             }
         there = [[_holding(each) for each in one if each.operation not in others] for one in held]
-        parity = [[stripe_in(each) for each in first[name].parity] for name in names]
+        parity = await in_thread(stripes_in, [first[name].parity for name in names])
         whole, why = newest_whole(there, self.damaged, parity)
         reasons = (*self.damaged.values(), *why.values(), *others.values())
         addresses = tuple(first[name].address for name in names)
