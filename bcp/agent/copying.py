@@ -58,6 +58,7 @@ class Copier:
     stuck: set[str] = field(default_factory=set)
     _held: dict[str, str] = field(default_factory=dict)
     _told: dict[str, str] = field(default_factory=dict)
+    _lost: dict[str, str] = field(default_factory=dict)
     _rescued: str = ""
     _parity: ParityKeeper = field(init=False)
 
@@ -79,12 +80,15 @@ class Copier:
         if sources.place >= 0:
             if await in_thread(self.folder.copies):  # of a life without parity, or of a lost host
                 await in_thread(self._tidy)
-            is_well = await self._parity.round(sources)
+            is_well, troubles = await self._parity.round(sources), self._parity.troubles
         else:
             await in_thread(self._parity.retire)
-            is_well = await self._copy(sources)
+            is_well, troubles = await self._copy(sources), self._told
         for operation in sorted(self.stuck):
             is_well = await self._rescue(operation) and is_well
+        self._lost = {name: error for name, error in self._lost.items() if name in self.stuck}
+        lost = {f"a lost host in operation {name}": error for name, error in self._lost.items()}
+        await in_thread(self.folder.put_troubles, COPYING, troubles | lost)
         return is_well
 
     async def _copy(self, sources: Sources) -> bool:
@@ -104,7 +108,6 @@ class Copier:
             finally:
                 await files.aclose()
         self._told = {name: error for name, error in self._told.items() if name in sources.nodes}
-        await in_thread(self.folder.put_troubles, COPYING, self._told)
         return is_well
 
     async def _rescue(self, operation: str) -> bool:
@@ -120,12 +123,13 @@ class Copier:
                         await self._fetch_rank(lost.files, mark)
                 log.info("the files of a lost host are rebuilt from parity", host=lost.name, operation=operation)
         except (BcpError, OSError) as error:
-            tell = log.info if operation in self._told else log.warning
+            tell = log.info if operation in self._lost else log.warning
             tell("the files of a lost host are not rebuilt yet", operation=operation, error=str(error))
-            self._told[operation] = str(error)
+            self._lost[operation] = str(error)
             return False
         finally:
             self._rescued = ""
+        self._lost.pop(operation, None)
         return True
 
     async def _fetch(self, files: Backend, name: str, number: int) -> None:

@@ -37,6 +37,7 @@ from bcp.tiers.wire import OFFER
 
 __all__ = ["ParityKeeper"]
 
+OWN = "this host"
 KEPT = 2
 """Stripes that stay: the newest one, and the one before it, since other hosts may not have the newest yet."""
 
@@ -88,12 +89,13 @@ class ParityKeeper:
     Attributes:
         folder: the memory of this host.
         pace: of what it fetches.
+        troubles: the last error with each host.
     """
 
     folder: NodeFolder
     pace: Pace
+    troubles: dict[str, str] = field(default_factory=dict)
     _held: dict[tuple[str, ...], str] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
 
     async def round(self, sources: Sources) -> bool:
         """Ask all other hosts of the group, and make a stripe of what they all offer; return whether that went well.
@@ -101,6 +103,7 @@ class ParityKeeper:
         The next round tells them that this host has the stripe.
         """
         held = self._held.get(sources.nodes, "")
+        self.troubles = {name: error for name, error in self.troubles.items() if name in (*sources.nodes, OWN)}
         token = await in_thread(self.folder.token)
         async with AsyncExitStack() as stack:
             offers: list[Offer] = []
@@ -112,7 +115,7 @@ class ParityKeeper:
                 except (BcpError, OSError) as error:
                     self._tell(name, error)
                 else:
-                    self._told.discard(name)
+                    self.troubles.pop(name, None)
                     offers.append(Offer(name, address, files, offer))
             if len(offers) < len(sources.nodes):
                 return False
@@ -122,9 +125,9 @@ class ParityKeeper:
             try:
                 await self._make(sources.place, own, offers)
             except (BcpError, OSError) as error:
-                self._tell("", error)
+                self._tell(OWN, error)
                 return False
-        self._told.discard("")
+        self.troubles.pop(OWN, None)
         self._held = {sources.nodes: own.operation}
         return True
 
@@ -140,9 +143,9 @@ class ParityKeeper:
                 self.folder.parity.give_back(operation)
 
     def _tell(self, name: str, error: Exception) -> None:
-        tell = log.info if name in self._told else log.warning
-        tell("the parity of a snapshot is not made yet", host=name or "this one", error=str(error))
-        self._told.add(name)
+        tell = log.info if name in self.troubles else log.warning
+        tell("the parity of a snapshot is not made yet", host=name, error=str(error))
+        self.troubles[name] = str(error)
 
     async def _make(self, place: int, own: Offered, offers: Sequence[Offer]) -> None:
         """Make the stripe of a snapshot that all hosts of a group offer, unless it is here."""

@@ -29,7 +29,7 @@ from bcp.plan.parity import Row
 from bcp.protocols import Backend
 from bcp.tiers.digests import digested
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import LEFT, Mark
+from bcp.tiers.notes import COPYING, LEFT, Mark
 from bcp.tiers.packing import unpacked
 from bcp.tiers.parity import Rebuilt
 from bcp.tiers.parity_files import operation_in
@@ -261,8 +261,10 @@ def test_a_host_that_is_away_is_asked_again(group: Group) -> None:
     group.folders[0].put_sources(Sources(there.nodes, (there.addresses[0], "127.0.0.1:1"), there.place))
     assert group.round(0) == [False]
     assert (group.folders[2].root / "copied" / f"{operation}-1").exists()
+    assert group.folders[0].troubles(COPYING).keys() == {there.nodes[1]}
     group.folders[0].put_sources(there)
     assert group.round(0) == [True]
+    assert not group.folders[0].troubles(COPYING)
 
 
 def test_a_stripe_of_an_earlier_group_stays(group: Group) -> None:
@@ -394,8 +396,11 @@ def test_a_host_that_cannot_be_rebuilt_is_tried_again(group: Group, caplog: pyte
     assert group.round(1, 1) == [False, False]
     assert caplog.text.count("are not rebuilt yet") == 1, "it is told once"
     assert not [mark for mark in group.folders[1].marks() if mark.rank in (0, 1)]
+    trouble = f"a lost host in operation {operation}"
+    assert trouble in group.folders[1].troubles(COPYING)
     stripe.write_bytes(data)
     group.round(1)
+    assert trouble not in group.folders[1].troubles(COPYING)
     assert {mark.rank for mark in group.folders[1].marks()} == {0, 1, 2}
 
 
