@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from bcp.runtime.threads import in_thread
 __all__ = [
     "FOLDER_SUFFIX",
     "MARK_KEY",
+    "MOST_PLACES",
     "RECORD_KEY",
     "STEP_FOLDER",
     "ColdPlace",
@@ -38,8 +40,10 @@ __all__ = [
     "hot_name",
     "is_cold_url",
     "mark_of",
+    "run_words",
     "scheme_of",
     "stored_record",
+    "url_parts",
 ]
 
 RECORD_KEY = "cold.json"
@@ -56,9 +60,10 @@ FOLDER_SUFFIX = ".cold"
 
 VERSION = 1
 MOST_BYTES = 16 << 20
-_MOST_PLACES, _MOST_STEPS = 16, 1_000_000
+MOST_PLACES, _MOST_STEPS = 16, 1_000_000
 _MOST_TEXT = 4096
 _TRIES, _PAUSE_SECONDS = 30, 0.05
+_ALIASES = {"gcs": "gs", "s3a": "s3", "file": ""}
 _MARK = re.compile(r"[0-9a-f]{16}")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+", re.DOTALL)
 
@@ -92,6 +97,8 @@ def is_cold_url(url: str, run: str) -> bool:
     that fsspec knows needs a run of the same scheme: else a foreign record could make a reader call any server.
     """
     match = _URL.fullmatch(url)
+    if len(url) > _MOST_TEXT or "\0" in url:
+        return False
     if match is None:
         return url.startswith("/")
     same = _URL.fullmatch(run)
@@ -161,12 +168,9 @@ class ColdRecord:
         """
         try:
             fields = json.loads(data)
-            version = fields["version"]
-            if type(version) is not int or version < 1:
-                raise ValueError(f"{str(version)[:100]!r} is no version")
-            if version > VERSION:
+            if (version := _version(fields["version"])) > VERSION:
                 raise FormatVersionError(f"{where} has version {version}, and this bcp knows {VERSION}; update bcp")
-            places = tuple(_place(each, run) for each in _listed(fields["places"], _MOST_PLACES))
+            places = tuple(_place(each, run) for each in _listed(fields["places"], MOST_PLACES))
             names = frozenset(map(_step, _listed(fields["cooled"], _MOST_STEPS)))
             promoted = {_step(name): _time(time) for name, time in fields["promoted"].items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -177,6 +181,12 @@ class ColdRecord:
         return cls(places, names, promoted)
 
 
+def _version(value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{str(value)[:100]!r} is no version")
+    return value
+
+
 def _listed(value: object, most: int) -> Sequence[Any]:
     if not isinstance(value, list) or len(value) > most:
         raise ValueError(f"{str(value)[:100]!r} is no list with {most} items at most")
@@ -185,7 +195,7 @@ def _listed(value: object, most: int) -> Sequence[Any]:
 
 def _place(value: Mapping[str, Any], run: str) -> ColdPlace:
     url, mark = value["url"], value["mark"]
-    if not isinstance(url, str) or len(url) > _MOST_TEXT or "\0" in url or not is_cold_url(url, run):
+    if not isinstance(url, str) or not is_cold_url(url, run):
         raise ValueError(f"{str(url)[:100]!r} is no place that a run may have")
     if not isinstance(mark, str) or not _MARK.fullmatch(mark):
         raise ValueError(f"{str(mark)[:100]!r} is no mark of a place")
@@ -260,26 +270,27 @@ class OpenPlace:
         url: of the place.
         mark: as the record has it; "" for a place that the caller has named.
         backend: storage over the place.
-        is_known: whether the place was seen to have the mark.
+        owner: the run that the place is noted for; "" as long as that is not known.
     """
 
     url: str
     mark: str
     backend: Backend
-    is_known: bool = False
+    owner: str = ""
 
     def folder(self, name: str) -> Backend:
         """Return the storage of the copies of one checkpoint."""
         return child(self.backend, f"{name}{FOLDER_SUFFIX}")
 
     async def check(self) -> None:
-        """Look whether the place is there, and whether it is the run's.
+        """Look whether the place is there, and has the mark of the record.
 
         Raises:
-            StorageError: it is not, or storage failed.
+            CorruptError: the mark cannot be read.
+            StorageError: it has not, or storage failed.
 
         """
-        if self.is_known or not self.mark:
+        if self.owner or not self.mark:
             return
         found = await mark_of(self.backend, self.url)
         if found.get("mark") != self.mark:
@@ -288,7 +299,7 @@ class OpenPlace:
                 f"the cold place {shown(self.url)} {words}: data files of old checkpoints were moved there. Mount it "
                 "on this host, or give this job access to it"
             )
-        self.is_known = True
+        self.owner = found["run"]
 
 
 async def mark_of(place: Backend, url: str) -> Mapping[str, str]:
@@ -371,6 +382,17 @@ class ColdPlaces:
             known = self._record.places[::-1] if name in self._record.cooled else ()
             return [await self.opened(place) for place in known]
 
+    async def owns(self, place: OpenPlace) -> bool:
+        """Whether a place is noted for this run, and not for another one whose folder this one is a copy of.
+
+        Raises:
+            CorruptError: the mark of the place cannot be read.
+            StorageError: the place is not there, or storage failed.
+
+        """
+        await place.check()
+        return place.owner == await in_thread(run_words, self._where)
+
     async def aclose(self) -> None:
         """Let go of the places, and of the run's folder if it was opened for them."""
         for place in self._open.values():
@@ -395,6 +417,31 @@ class ColdPlaces:
             opened = await in_thread(partial(resolve, place.url, options, self._retries))
             self._open[place] = OpenPlace(place.url, place.mark, opened)
         return self._open[place]
+
+
+def run_words(where: str) -> str:
+    """Return a run's URL or path as the mark of a cold place has it: one spelling, without links and secrets. Blocks.
+
+    Example:
+        >>> run_words("GCS://bucket//run-7/")
+        'gs://bucket/run-7'
+
+    """
+    scheme, *parts = url_parts(where)
+    return shown(f"{scheme}://{'/'.join(parts)}") if scheme else f"/{'/'.join(parts)}"
+
+
+def url_parts(url: str) -> list[str]:
+    """Return scheme and names of a URL or path, for comparison; "" as the scheme of a path. Blocks.
+
+    Links of paths are followed.
+    """
+    scheme = scheme_of(url)
+    rest = url.partition("://")[2] if scheme else url
+    scheme = _ALIASES.get(scheme, scheme)
+    if not scheme:
+        rest = os.path.realpath(rest)
+    return [scheme, *(part for part in rest.split("/") if part)]
 
 
 def scheme_of(url: str) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bcp._log import log
 from bcp.backends import resolve
 from bcp.backends.cold import STEP_FOLDER, ColdPlaces, OpenPlace, cold_name, hot_name
 from bcp.backends.local import LocalBackend
@@ -88,7 +89,7 @@ def cooled(
             partial(resolve, run, storage_options, retries), run, storage_options, retries, given=given
         ), name
 
-    return CooledBackend(backend, side, owns=True)
+    return CooledBackend(backend, side, closes=True)
 
 
 class CooledBackend:
@@ -97,17 +98,17 @@ class CooledBackend:
     The cold side is asked for files that are missing here, so a checkpoint without such files costs no request more.
     """
 
-    def __init__(self, hot: Backend, side: Side | Callable[[], Side | None], *, owns: bool = False) -> None:
+    def __init__(self, hot: Backend, side: Side | Callable[[], Side | None], *, closes: bool = False) -> None:
         """Take the folder.
 
         Args:
             hot: storage under the path.
             side: the cold side, or a function that finds it; it may block.
-            owns: whether :meth:`aclose` closes the folder and the cold places.
+            closes: whether :meth:`aclose` closes the folder and the cold places.
 
         """
         self.hot = hot
-        self._find, self._owns = side, owns
+        self._find, self._closes = side, closes
         self._found: dict[str, OpenPlace] = {}
 
     def __repr__(self) -> str:
@@ -173,16 +174,27 @@ class CooledBackend:
         return list(infos.values())
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """Delete files on both sides. The cold ones go first: a folder that is still there says that work is left."""
+        """Delete files on both sides. The cold ones go first: a folder that is still there says that work is left.
+
+        Copies in the cold place of another run stay: the folder here is a copy of that run's.
+        """
         chosen = [cold_name(key) for key in keys if is_data_file(key)]
         for place in await self._places() if chosen else ():
-            await place.check()
-            await place.folder(await self._name()).delete(chosen)
+            if await self._is_own(place):
+                await place.folder(await self._name()).delete(chosen)
+            else:
+                log.warning(
+                    "copies in a cold place stay, for the place is noted for another run. If that run was moved here, "
+                    "correct cold-of.json, and call bcp.cool",
+                    checkpoint=repr(self.hot),
+                    place=place.url,
+                    run=place.owner,
+                )
         await self.hot.delete(keys)
 
     async def aclose(self) -> None:
         """Let go of both sides, if they are the view's own."""
-        if self._owns:
+        if self._closes:
             await self.hot.aclose()
             if isinstance(self._find, tuple):
                 await self._find[0].aclose()
@@ -260,6 +272,9 @@ class CooledBackend:
             if not isinstance(self._find, tuple):  # else another reader was quicker
                 self._find = side
         return await self._find[0].of(self._find[1], again=again)
+
+    async def _is_own(self, place: OpenPlace) -> bool:
+        return isinstance(self._find, tuple) and await self._find[0].owns(place)
 
     async def _name(self) -> str:
         return self._find[1] if isinstance(self._find, tuple) else ""

@@ -16,6 +16,7 @@ from bcp._text import shown
 from bcp.backends.cold import (
     FOLDER_SUFFIX,
     MARK_KEY,
+    MOST_PLACES,
     ColdPlace,
     ColdPlaces,
     ColdRecord,
@@ -23,8 +24,9 @@ from bcp.backends.cold import (
     change_record,
     is_cold_url,
     mark_of,
-    scheme_of,
+    run_words,
     stored_record,
+    url_parts,
 )
 from bcp.backends.links import links_of
 from bcp.backends.local import fixed
@@ -43,8 +45,6 @@ from bcp.tools.moving import Move
 __all__ = ["CoolResult", "acool", "apromote", "cool", "promote"]
 
 Path = str | os.PathLike[str]
-
-_ALIASES = {"gcs": "gs", "s3a": "s3", "file": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +314,8 @@ class _Run:
         """Whether a place is one of the run's, by the run's record or by the mark of the place."""
         record, _ = await stored_record(self.folder.backend, self.where)
         place = await self.places.opened(ColdPlace(url, ""))
-        return record.place(url) is not None or (await mark_of(place.backend, url)).get("run") == shown(self.where)
+        owner = (await mark_of(place.backend, url)).get("run")
+        return record.place(url) is not None or owner == await in_thread(run_words, self.where)
 
     async def join(self, url: str, names: set[str]) -> OpenPlace:
         """Make a place one of the run's, and note the folders that are about to be moved there.
@@ -329,11 +330,15 @@ class _Run:
         """
         record, _ = await stored_record(self.folder.backend, self.where)
         known = record.place(url)
+        if known is None and len(record.places) >= MOST_PLACES:
+            raise InputError(f"{shown(self.where)} has {len(record.places)} cold places already; choose one of them")
         if known is None:
             opened = await self.places.opened(ColdPlace(url, ""))
-            known = ColdPlace(url, await _marked(opened.backend, url, shown(self.where)))
+            run = await in_thread(run_words, self.where)
+            known = ColdPlace(url, await _marked(opened.backend, url, run))
         place = await self.places.opened(known)
-        await place.check()
+        if not await self.places.owns(place):
+            raise InputError(_of_another(url, place.owner))
         listed = {name for step in self.folder.listed.folders for name in self.folder.names_of(step)}
         copied = set(await _cold_folders(place))
 
@@ -385,6 +390,14 @@ async def _no_run(folder: Folder, where: str) -> str:
     )
 
 
+def _of_another(url: str, run: str) -> str:
+    """Return the error of a place that is noted for another run."""
+    return (
+        f"the cold place {shown(url)} belongs to the run {run}; choose one for this run alone. If that run was moved "
+        f"here, correct its name in {MARK_KEY} there"
+    )
+
+
 async def _marked(place: Backend, url: str, run: str) -> str:
     """Put the mark of the run into a new cold place; return its token.
 
@@ -402,9 +415,7 @@ async def _marked(place: Backend, url: str, run: str) -> str:
         await place.delete([f"{MARK_KEY}.new"])
         mark = {"run": run, "mark": token} if made is not None else await mark_of(place, url)
     if mark.get("run") != run:
-        raise InputError(
-            f"the cold place {shown(url)} belongs to the run {mark.get('run')}; choose one for this run alone"
-        )
+        raise InputError(_of_another(url, mark.get("run", "")))
     return mark["mark"]
 
 
@@ -425,18 +436,8 @@ def _cold_url(to: Path, run: str) -> str:
             f"to={url!r}: a run with another kind of storage cannot have a cold place there; use a path, gs://, s3://, "
             "hdfs:// or a scheme of bcp.backends.register"
         )
-    inner, outer = _parts(url), _parts(run)
+    inner, outer = url_parts(url), url_parts(run)
     if inner[: len(outer)] == outer:
         words = "is the folder of the run" if inner == outer else "lies in the folder of the run"
         raise InputError(f"to={url!r} {words} {shown(run)}; choose a place outside of it")
-    return url.rstrip("/")
-
-
-def _parts(url: str) -> list[str]:
-    """Return scheme and names of a URL or path, for comparison. Links of paths are followed."""
-    scheme = scheme_of(url)
-    rest = url.partition("://")[2] if scheme else url
-    scheme = _ALIASES.get(scheme, scheme)
-    if not scheme:
-        rest = os.path.realpath(rest)
-    return [scheme, *(part for part in rest.split("/") if part)]
+    return url.rstrip("/") or "/"

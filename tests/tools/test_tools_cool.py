@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cooled_runs import COLD, HOT, OLD, STEPS, Stores, assert_loads, names, states, train
+from logs import captured_logs
 
 import bcp
 from bcp.cli import main
@@ -49,6 +50,7 @@ def test_the_old_checkpoints_move_and_load_by_their_paths(run: Path, cold: Path)
     assert bcp.cool(run, to=cold, days=0) == []
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_every_reader_finds_the_files(run: Path, cold: Path, tmp_path: Path) -> None:
     bcp.tools.copy(run / "step-00000001", tmp_path / "before")
     cooled(run, cold)
@@ -394,6 +396,30 @@ def test_a_lost_record_comes_back_from_the_mark_of_the_place(run: Path, cold: Pa
         assert_loads(run, 1)
     assert bcp.cool(run, to=cold, days=0) == []
     assert_loads(run, 1)
+
+
+def test_a_copy_of_a_run_deletes_no_files_of_the_run(run: Path, cold: Path, tmp_path: Path) -> None:
+    cooled(run, cold)
+    shutil.copytree(run, tmp_path / "copy")
+    assert_loads(tmp_path / "copy", 1)
+    with captured_logs() as logs:
+        train(tmp_path / "copy", steps=(4, 5), keep=2)
+    assert [step.step for step in bcp.tools.list_steps(tmp_path / "copy")] == [4, 5]
+    assert any("another run" in str(line) for line in logs)
+    for step in STEPS:
+        assert_loads(run, step)
+    untouched(tmp_path / "copy", lambda: bcp.cool(tmp_path / "copy", to=cold, days=0), "belongs to the run")
+
+
+def test_a_run_that_was_moved_says_so_in_the_mark(run: Path, cold: Path, tmp_path: Path) -> None:
+    cooled(run, cold)
+    run.rename(tmp_path / "moved")
+    assert_loads(tmp_path / "moved", 1)
+    mark = json.loads((cold / "cold-of.json").read_text())
+    assert mark["run"] == str(run)
+    (cold / "cold-of.json").write_text(json.dumps({**mark, "run": str(tmp_path / "moved")}))
+    train(tmp_path / "moved", steps=(4, 5), keep=2)
+    assert names(cold) == []
 
 
 # -- the command -------------------------------------------------------------------------------------
