@@ -173,7 +173,7 @@ class ColdRecord:
             places = tuple(_place(each, run) for each in _listed(fields["places"], MOST_PLACES))
             names = frozenset(map(_step, _listed(fields["cooled"], _MOST_STEPS)))
             promoted = {_step(name): _time(time) for name, time in fields["promoted"].items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptError(
                 f"{where} is no record of cold places: {error!r}; put it back from a copy, or call bcp.cool with the "
                 "same cold place after the file was moved away"
@@ -194,12 +194,16 @@ def _listed(value: object, most: int) -> Sequence[Any]:
 
 
 def _place(value: Mapping[str, Any], run: str) -> ColdPlace:
-    url, mark = value["url"], value["mark"]
+    url = value["url"]
     if not isinstance(url, str) or not is_cold_url(url, run):
         raise ValueError(f"{str(url)[:100]!r} is no place that a run may have")
-    if not isinstance(mark, str) or not _MARK.fullmatch(mark):
-        raise ValueError(f"{str(mark)[:100]!r} is no mark of a place")
-    return ColdPlace(url, mark)
+    return ColdPlace(url, _token(value["mark"]))
+
+
+def _token(value: object) -> str:
+    if not isinstance(value, str) or not _MARK.fullmatch(value):
+        raise ValueError(f"{str(value)[:100]!r} is no mark of a place")
+    return value
 
 
 def _step(name: str) -> str:
@@ -316,7 +320,7 @@ async def mark_of(place: Backend, url: str) -> Mapping[str, str]:
         return {}
     try:
         fields = json.loads(data)
-        return {name: str(fields[name]) for name in ("mark", "run")}
+        return {"mark": _token(fields["mark"]), "run": str(fields["run"])}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptError(
             f"{shown(url)}/{MARK_KEY} is no mark of a cold place: {error!r}; choose another place"

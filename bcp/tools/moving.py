@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from bcp._deletion import delete_copied, delete_unnamed
 from bcp._log import log
-from bcp.backends.cold import ColdPlaces, OpenPlace, cold_name, stored_record
+from bcp.backends.cold import ColdPlaces, OpenPlace, cold_name, hot_name, stored_record
 from bcp.backends.cooled import CooledBackend, cooled_child, is_data_file
 from bcp.errors import CorruptError, ExistsError, NotACheckpointError, StorageError
-from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata
+from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of
 from bcp.format.receipt import FileReceipt
 from bcp.pipeline import unwrap_stage_errors
 from bcp.plan.layout import named_files
@@ -103,6 +103,8 @@ class Move:
         if await self._promoted() != promoted:
             return Moved(reason="it was promoted meanwhile")
         if await delete_copied(hot, list(self.copied), version):
+            if any(operation_of(hot_name(name)) not in metadata.commit.operations for name in copies):
+                await self.sweep(place)  # of a save that was replaced
             return Moved(len(self.copied), sum(self.copied.values()))
         await self.sweep(place)
         return Moved(reason="it was saved again, edited or deleted meanwhile")

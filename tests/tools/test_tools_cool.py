@@ -277,6 +277,19 @@ def test_copies_without_a_checkpoint_go_with_the_next_call(run: Path, cold: Path
     assert_loads(run, 2)
 
 
+def test_copies_of_a_save_that_was_replaced_go(run: Path, cold: Path) -> None:
+    cooled(run, cold)
+    before = names(cold)
+    bcp.save(run / "step-00000001", states(8), overwrite=True)
+    assert cooled(run, cold) == [1]
+    after = [name for name in names(cold) if "step-00000001" in name]
+    assert len(after) == 1
+    assert after[0] not in before
+    target = states(0)
+    bcp.load(run / "step-00000001", target)
+    assert torch.equal(target["model"]["w"], states(8)["model"]["w"])
+
+
 def test_an_edit_works_on_cold_files(run: Path, cold: Path) -> None:
     cooled(run, cold)
     bcp.tools.edit(run / "step-00000001", rename={"w": "weight"})
@@ -365,6 +378,7 @@ def test_the_caller_may_name_the_place_or_none(run: Path, cold: Path, tmp_path: 
         {"cooled": ["../step-00000001"]},
         {"cooled": [7]},
         {"promoted": {"step-00000001": "now"}},
+        {"promoted": {"step-00000001": 10**400}},
         {"version": "1"},
         {"version": None},
     ],

@@ -173,9 +173,9 @@ async def test_moves_in_any_order_lose_nothing(
         await assert_whole((1, 2), turns.taken)
 
 
-@pytest.mark.parametrize("changes", sample([1, 2], 1))
-async def test_a_load_beside_a_move_finds_every_file(changes: int) -> None:
-    stores = Stores()
+@pytest.mark.parametrize(("kind", "changes"), sample([("objects", 1), ("memory", 1), ("memory", 2)], ("objects", 1)))
+async def test_a_load_beside_a_move_finds_every_file(kind: str, changes: int) -> None:
+    stores = Stores(objects=kind == "objects")
     before = await prepared(stores, steps=(1, 2))
     for call, cooled in ((cool, False), (promote, True)):
         if cooled:
