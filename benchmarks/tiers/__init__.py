@@ -1,0 +1,1 @@
+"""What the memory tier costs, and how soon it brings a job back."""
