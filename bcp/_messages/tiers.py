@@ -28,6 +28,7 @@ __all__ = [
     "ToldLayout",
     "Troubles",
     "Want",
+    "WholeSnapshots",
 ]
 
 OPERATION = re.compile(r"[0-9a-f]{16}")
@@ -148,21 +149,34 @@ class HeldGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         )
 
 
-class Recovery(Message, frozen=True):
-    """The snapshot to recover from, the same for all readers."""
+class WholeSnapshots(Message, frozen=True):
+    """The hosts of a job and their whole snapshots, the same for all readers."""
 
-    operation: str  # empty if no snapshot is whole
-    step: Count
-    world_size: Count  # ranks that have saved
-    reasons: tuple[str, ...]  # why newer ones are not whole
     token: bytes  # the job's secret, the same on all hosts from now on
-    nodes: tuple[str, ...] = ()  # names of all hosts, by their number
-    addresses: tuple[str, ...] = ()  # where their agents serve
-    host_of: bytes = b""  # int32[readers], the host of each reader
+    nodes: tuple[str, ...]  # names of all hosts, by their number
+    addresses: tuple[str, ...]  # where their agents serve
+    host_of: bytes  # int32[readers], the host of each reader
+    operations: tuple[str, ...] = ()  # of the whole snapshots, the newest first
+    steps: tuple[Count, ...] = ()  # of the same
+    reasons: tuple[str, ...] = ()  # why newer ones are not whole
+
+    def __post_init__(self) -> None:
+        expect(
+            len(self.operations) == len(self.steps),
+            *(OPERATION.fullmatch(each) is not None for each in self.operations),
+            reason=f"operations {self.operations} with {len(self.steps)} steps",
+        )
+
+
+class Recovery(Message, frozen=True):
+    """The holders of a snapshot's files, the same for all readers."""
+
+    world_size: Count  # ranks that have saved; 0 if a rank's files have no holder any more
     holder: bytes = b""  # int32[p], hosts
     begin: bytes = b""  # int32[n + 1]: those of each saved rank are at begin[r] to begin[r + 1]
     rebuilt: bytes = b""  # int32[k], saved ranks whose files follow from parity alone
     groups: tuple[HeldGroup, ...] = ()
+    reason: str = ""  # why there is none
 
 
 class Digested(Message, frozen=True):
@@ -241,6 +255,7 @@ class LeftBehind(Message, frozen=True):
 
     places: tuple[str, ...]  # of their checkpoints below the durable root
     operations: tuple[str, ...]
+    from_storage: Count = 0  # bytes of the loaded snapshot that this rank has read from storage
 
     def __post_init__(self) -> None:
         expect(
@@ -257,6 +272,7 @@ class Settled(Message, frozen=True):
     durable: bool  # whether storage has the checkpoint of that one
     branch: str  # of the run from now on
     folders: tuple[str, ...]  # of the run's steps, as they are listed now
+    from_storage: Count = 0  # bytes of the loaded snapshot that all ranks have read from storage
 
 
 class Drained(Message, frozen=True):

@@ -15,6 +15,7 @@ from bcp._calls import load_call
 from bcp._log import log
 from bcp._messages.tiers import Settled
 from bcp.backends import shown
+from bcp.backends.place import Path
 from bcp.errors import CheckpointError, CorruptError, InputError, MismatchError, UncommittedError
 from bcp.events import LoadResult
 from bcp.options import LoadOptions
@@ -28,7 +29,7 @@ from bcp.runs.marking import MarkedRun
 from bcp.runs.meetings import Meetings, meeting_place
 from bcp.runs.names import whole_step
 from bcp.runs.plans import Clock
-from bcp.runs.resuming import Candidates, Load, Resumed, resume
+from bcp.runs.resuming import Candidates, Choice, Load, Resumed, resume
 from bcp.runs.roles import Role, Roles, roles_at
 from bcp.runs.states import RunStates
 from bcp.runs.tiered import MEMORY, Tiered
@@ -250,7 +251,7 @@ class ResumableRun(MarkedRun):
             self._saves.drains.adopt(found.step, ended, self._saves.begin_keeping)
         if settled.durable:
             tiers.became_durable(found.step, found.operation)
-        return replace(resumed, name=found.place, hosts=found.hosts)
+        return replace(resumed, name=found.place, hosts=found.hosts, from_storage=settled.from_storage)
 
     def _load_chosen(self, chosen: _Chosen) -> Body[Resumed]:
         """Load the checkpoint that was chosen, and no other. One that is damaged is not chosen again."""
@@ -287,19 +288,21 @@ class ResumableRun(MarkedRun):
         return await _of(self._keeper).uploads.branch()
 
     async def _candidates(self, goal: Goal) -> Candidates:
-        """List the checkpoints to try, on rank 0, and the snapshot in memory before those that are not newer."""
-        keeper, found = _of(self._keeper), None if self._tiered is None else self._tiered.found
+        """List the checkpoints to try, on rank 0; each snapshot in memory before checkpoints that are not newer."""
+        keeper = _of(self._keeper)
         listing = await keeper.candidates(self._run_id, goal, self._damaged)
-        if found is None or goal != ANY or keeper.is_suspect(found.step):
+        if self._tiered is None or goal != ANY:
             return listing
-        name = f"{MEMORY}{found.place}"
-        if name in self._damaged:
-            return listing
-        newer = sum(step > found.step for step in listing.steps)  # they come first
-        steps, names = [*listing.steps], [*listing.names]
-        steps.insert(newer, found.step)
-        names.insert(newer, name)
-        return msgspec.structs.replace(listing, steps=tuple(steps), names=tuple(names))
+        steps, names, others = [*listing.steps], [*listing.names], [*listing.others]
+        for snapshot in reversed(self._tiered.snapshots):
+            name = f"{MEMORY}{snapshot.operation}"
+            if name in self._damaged:
+                others.append(Choice(snapshot.step, self._damaged[name], name))
+            elif not keeper.is_suspect(snapshot.step):
+                place = next((place for place, step in enumerate(steps) if step <= snapshot.step), len(steps))
+                steps.insert(place, snapshot.step)
+                names.insert(place, name)
+        return msgspec.structs.replace(listing, steps=tuple(steps), names=tuple(names), others=tuple(others))
 
     async def _tried(self, candidates: Callable[[], Awaitable[Candidates]], load: Load, *, exactly: bool) -> Resumed:
         """Load the first candidate that loads on every rank; see :func:`bcp.runs.resuming.resume`."""
@@ -344,11 +347,11 @@ class ResumableRun(MarkedRun):
 
     async def _loaded(self, step: int, name: str, states: States) -> LoadResult:
         options = replace(self._load_options, step=step)
-        found = None if self._tiered is None else self._tiered.found
-        is_near = found is not None and name.startswith(MEMORY)
-        if is_near:
-            options = replace(options, storage_options={}, record=False)
-        place = found.storage if found is not None and is_near else f"{self._url}/{name}"
+        place: Path = f"{self._url}/{name}"
+        found = None
+        if self._tiered is not None and name.startswith(MEMORY):
+            found = await self._tiered.open(name.removeprefix(MEMORY))
+            options, place = replace(options, storage_options={}, record=False), found.storage
         call = load_call(place, states, self._framework, None, options, self._given)
         try:
             result = await call.run()
@@ -359,7 +362,7 @@ class ResumableRun(MarkedRun):
         except (CorruptError, MismatchError) as error:
             error.add_note(f"in the load of {shown(self._url)}/{name}")
             raise
-        if found is not None and is_near and self._tiered is not None:
+        if found is not None and self._tiered is not None:
             self._tiered.loaded(found)
         return result
 

@@ -25,6 +25,7 @@ from bcp.errors import (
     StorageError,
 )
 from bcp.protocols import Coordinator
+from bcp.tiers.near import UnreachableError
 
 __all__ = ["Candidates", "Choice", "Resumed", "resume"]
 
@@ -42,7 +43,9 @@ class Resumed:
             them, newest first.
         life: id of this life of the job, equal on all ranks.
         name: of the folder that was loaded, as in ``"step-00001000"``; empty if there was none to load.
-        hosts: it was loaded from the memory of so many hosts, and no byte from storage; 0: from storage.
+        hosts: it was loaded from the memory of so many hosts; 0: from storage.
+        from_storage: bytes that a load from memory has read from storage on all ranks: hosts have lost these, or have
+            damaged copies.
         folders: names of all folders of steps that were listed. With an exact step, older ones are left out.
     """
 
@@ -51,13 +54,14 @@ class Resumed:
     life: str = ""
     name: str = ""
     hosts: int = 0
+    from_storage: int = 0
     folders: tuple[str, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         chosen = f"resumed from step {self.step}" if self.name else "nothing to resume from: a new run"
         if self.hosts:
             hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
-            chosen += f": memory of {hosts}, 0 bytes from storage"
+            chosen += f": memory of {hosts}, {self.from_storage} bytes from storage"
         if self.passed_over and not self.name:
             chosen += ", though the folder has checkpoints"
         return "; ".join([chosen, *(f"step {choice.step} passed over: {choice.reason}" for choice in self.passed_over)])
@@ -200,7 +204,10 @@ def _without_frames(error: Exception | None) -> Exception | None:
 
 
 def _outcome(error: Exception | None) -> Outcome:
-    """Return this rank's outcome. An error of a message or of a user's object is fatal: no checkpoint causes it."""
+    """Return this rank's outcome. An error of a message or of a user's object is fatal: no checkpoint causes it.
+
+    A host that does not answer is fatal, too: an older checkpoint would give up a snapshot that may be whole.
+    """
     if error is None:
         return Outcome("")
     return Outcome(_kind(error), f"{type(error).__name__}: {error}")
@@ -209,6 +216,8 @@ def _outcome(error: Exception | None) -> Outcome:
 def _kind(error: Exception) -> Kind:
     if isinstance(error, PeerError):
         return "peer"
+    if isinstance(error, UnreachableError):
+        return "fatal"
     if isinstance(error, StorageError) or type(error) is InputError:  # the latter of a link that leads elsewhere
         return "unreadable"
     damaged = isinstance(error, CheckpointError) and not isinstance(error, FormatVersionError | MissingCodecError)

@@ -13,13 +13,14 @@ from dataclasses import replace
 from functools import partial
 
 import anyio
+import msgspec
 
 from bcp._agree import capture_error, collective_operation, gather_broadcast
 from bcp._calls import SaveCall, keep_call
 from bcp._log import log
 from bcp._messages.tiers import LeftBehind, Settled, Sources
 from bcp._record import store_drained
-from bcp.backends import shown
+from bcp.backends import resolve, shown
 from bcp.backends.place import place_of
 from bcp.coordinators.hosts import here, identity, stated_address
 from bcp.errors import BcpError, InputError, StorageError
@@ -27,22 +28,23 @@ from bcp.events import SaveResult, TierEvent, TierHappening
 from bcp.options import SaveOptions
 from bcp.planners import Framework
 from bcp.policies.save import Moment, SavePolicy, as_save_policy, divided
-from bcp.protocols import Coordinator, States
+from bcp.protocols import Backend, Coordinator, States
 from bcp.runtime.threads import in_thread
 from bcp.telemetry.watch import Watch
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.following import Followed
 from bcp.tiers.memory import TierMemory
+from bcp.tiers.near import STORAGE
 from bcp.tiers.notes import COMMITTED, GONE, LEFT, REFUSED, SUPERSEDED, Mark
 from bcp.tiers.options import Tiers
-from bcp.tiers.recovery import Found, Hosts, find_whole
+from bcp.tiers.recovery import Found, Hosts, Memories, Snapshot, find_whole
 from bcp.tiers.saving import Aim
 from bcp.tiers.starting import await_agent, start_agent
 
 __all__ = ["MEMORY", "GiveUp", "Tiered", "tiered"]
 
 MEMORY = "memory/"
-"""Before the name of a folder: its checkpoint is read from the memories of the hosts."""
+"""Before the operation of a snapshot: it is read from the memories of the hosts."""
 
 LOOK_SECONDS = 0.1
 ALONE_SECONDS = 30.0
@@ -66,7 +68,7 @@ class Tiered:
     """The memory tier of a run on one rank.
 
     Attributes:
-        found: the snapshot in memory that all ranks can load; None before :meth:`find`, or if there is none.
+        found: the snapshot in memory that all ranks have opened last; None before :meth:`open`.
         policy: which saves become durable; None: all of them.
         branch: of the run.
     """
@@ -77,14 +79,15 @@ class Tiered:
         self._root = tiers.root(url)  # the process may change its directory
         self._memory: TierMemory | None = None
         self._has_told, self._listen = False, ""
+        self._memories: Memories | None = None
         self.found: Found | None = None
         self.branch = ""
         self._watch = Watch("load", shown(url), observe=options.observe)
 
     # -- the way back ------------------------------------------------------------------------------
 
-    async def find(self, ranks: Coordinator, branch: Callable[[], Awaitable[str | None]]) -> Found | None:
-        """Open the memory of this host, start its agent, and find the newest whole snapshot. Collective.
+    async def find(self, ranks: Coordinator, branch: Callable[[], Awaitable[str | None]]) -> None:
+        """Open the memory of this host, start its agent, and find the whole snapshots. Collective.
 
         Args:
             ranks: of the run.
@@ -95,12 +98,31 @@ class Tiered:
         shown_url, observe = shown(self._url), self._options.observe
         self._watch = Watch("load", shown_url, rank=ranks.rank, world_size=ranks.world_size, observe=observe)
         opened = partial(self._opened, ranks.rank, ranks.world_size)
-        self.found, hosts = await find_whole(ranks, opened, self._node, self._options.timeout, branch=branch)
+        patience = 2 * self._options.timeout  # a rank may wait for its agent as long as that
+        self._memories = await find_whole(ranks, opened, self._node, patience, branch)
+        hosts = self._memories.hosts
         sources = self._sources(hosts)
         await in_thread(self._joined.folder.put_sources, sources)
         self._joined.copies = len(sources.nodes)
         if ranks.rank == 0:
             self._tell(hosts, len(sources.nodes))
+
+    @property
+    def snapshots(self) -> Sequence[Snapshot]:
+        """The whole snapshots that :meth:`find` has found, the newest first; the same on all ranks."""
+        return () if self._memories is None else self._memories.snapshots
+
+    async def open(self, operation: str) -> Found:
+        """Open a whole snapshot, unless it is open already. Collective.
+
+        Raises:
+            CorruptError: no host has files of a rank that are intact.
+
+        """
+        assert self._memories is not None  # noqa: S101 -- find() was called before
+        if self.found is None or self.found.operation != operation:
+            await self.forget_found()
+            self.found = await self._memories.open(operation, self._durable_at)
         return self.found
 
     def _sources(self, hosts: Hosts) -> Sources:
@@ -109,6 +131,9 @@ class Tiered:
         if tiers.parity is not None:
             return hosts.in_parity_with(self._node, tiers.parity, tiers.stride)
         return hosts.copied_by(self._node, tiers.copies - 1, tiers.stride)
+    def _durable_at(self, place: str) -> Backend:
+        """Return storage at the place of a checkpoint."""
+        return resolve(f"{self._url}/{place}".rstrip("/"), self._options.storage_options, self._options.retries)
 
     def _tell(self, hosts: Hosts, copies: int) -> None:
         """Tell of newer snapshots that are not whole, and of copies that the job has too few hosts for."""
@@ -140,7 +165,7 @@ class Tiered:
         self._watch(TierEvent(what, step, operation, time.monotonic(), None, nbytes, place, said))
 
     async def forget_found(self) -> None:
-        """End the connections to other hosts."""
+        """End the connections to other hosts and to storage."""
         found, self.found = self.found, None
         if found is not None:
             await found.storage.aclose()
@@ -160,7 +185,8 @@ class Tiered:
         async def answer(messages: Sequence[bytes]) -> bytes:
             told = LeftBehind.decode_all(messages)
             left = {each for one in told for each in zip(one.places, one.operations, strict=True)}
-            return (await give_up(left)).encode()
+            settled = await give_up(left)
+            return msgspec.structs.replace(settled, from_storage=sum(one.from_storage for one in told)).encode()
 
         async with collective_operation(ranks.begin("settle what is in memory", self._options.timeout)) as agreement:
             message = own if isinstance(own, BcpError) else own.encode()
@@ -179,7 +205,8 @@ class Tiered:
         if found is not None:
             folder.want(found.operation)
         left = folder.leave_behind(found.operation if found is not None else "")
-        return LeftBehind(tuple(each.place for each in left), tuple(each.operation for each in left))
+        from_storage = 0 if found is None else found.storage.read_nbytes[STORAGE]
+        return LeftBehind(tuple(each.place for each in left), tuple(each.operation for each in left), from_storage)
 
     def _opened(self, rank: int, world_size: int) -> NodeFolder:
         """Open the memory of this host, and see that an agent serves it. Blocks."""
@@ -191,7 +218,7 @@ class Tiered:
                 if self._tiers.agent == "spawn":
                     self._start_agent()
                 elif self._listen != _LOOPBACK and folder.marks():
-                    await_agent(folder)  # other hosts may need what is here
+                    await_agent(folder, self._options.timeout)  # other hosts may need what is here
             except BaseException:
                 self._memory.close()
                 self._memory = None

@@ -1,7 +1,8 @@
 """A snapshot in the memories of several hosts as one storage that a load reads: nearest copy first, each block checked.
 
-A damaged block, a host that does not answer and a missing file lead to the next copy. So the ordinary load gets what
-the save has written, or an error that names all copies.
+A damaged block, a host that does not answer and a missing file lead to the next copy. Storage is the last one, where
+agents may have sent the same files already. So the ordinary load gets what the save has written, or an error that names
+all copies.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from bcp._log import log
 from bcp.backends.scattered import read_scattered
 from bcp.backends.small import get_small
-from bcp.errors import CorruptError, StorageError
+from bcp.errors import CheckpointError, CorruptError, InputError, StorageError
 from bcp.events import TierEvent, emit
 from bcp.format.checksums import digests
 from bcp.format.container import digest
@@ -27,7 +29,14 @@ from bcp.protocols import Backend, Buffer, ObjectInfo, Version, flat_view
 from bcp.runtime.threads import in_thread
 from bcp.tiers.refusals import ReadOnly
 
-__all__ = ["Copy", "NearBackend"]
+__all__ = ["STORAGE", "Copy", "NearBackend", "UnreachableError"]
+
+STORAGE = "storage"
+"""Name of the durable place among the copies."""
+
+
+class UnreachableError(StorageError):
+    """A host with a copy did not answer, and no other copy can be used. The snapshot may be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +46,27 @@ class Copy:
     Attributes:
         name: for messages and counts, as in "this host".
         files: the place; keys are those of the checkpoint.
+        kind: of the place.
     """
 
     name: str
     files: Backend
+    kind: Literal["here", "host", "storage"] = "here"
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A copy that was passed over, and the reason.
+
+    Attributes:
+        copy: the copy.
+        reason: for messages.
+        is_certain: whether the copy is damaged or missing; False for a place that failed.
+    """
+
+    copy: Copy
+    reason: str
+    is_certain: bool
 
 
 class NearBackend(ReadOnly):
@@ -86,19 +112,19 @@ class NearBackend(ReadOnly):
             return self._metadata
         if key in self._receipts:
             return self._receipts[key]
-        rank, reasons = self._rank(key), []
+        rank, passed = self._rank(key), []
         for copy in self._copies.get(rank, ()):
             try:
                 data = await get_small(copy.files, key)
-            except (FileNotFoundError, CorruptError, StorageError) as error:
-                reasons.append(self._pass_over(copy, key, str(error) or "it is missing"))
+            except (FileNotFoundError, CheckpointError, InputError, StorageError) as error:
+                passed.append(self._failed(copy, key, error))
                 continue
             if receipt_digest(data) == self._commit.receipt(rank):
                 self.read_nbytes[copy.name] += memoryview(data).nbytes
                 self._receipts[key] = data
                 return data
-            reasons.append(self._pass_over(copy, key, "it is not the receipt of this save"))
-        raise self._lost(key, reasons)
+            passed.append(self._pass_over(copy, key, "it is not the receipt of this save"))
+        raise self._lost(key, passed)
 
     async def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill ``out`` from the first copy whose blocks have their checksums."""
@@ -107,18 +133,18 @@ class NearBackend(ReadOnly):
     async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         """Fill the buffers from the first copy whose blocks have their checksums."""
         rank = self._rank(key)
-        blocks, reasons = await self._blocks_of(rank, key), []
+        blocks, passed = await self._blocks_of(rank, key), []
         for copy in self._copies.get(rank, ()):
             try:
                 await read_scattered(copy.files, key, start, outs)
-            except (FileNotFoundError, CorruptError, StorageError) as error:
-                reasons.append(self._pass_over(copy, key, str(error) or "it is missing"))
+            except (FileNotFoundError, CheckpointError, InputError, StorageError) as error:
+                passed.append(self._failed(copy, key, error))
                 continue
             if not (wrong := await in_thread(_wrong, blocks, start, outs)):
                 self.read_nbytes[copy.name] += sum(map(len, outs))
                 return
-            reasons.append(self._pass_over(copy, key, wrong))
-        raise self._lost(key, reasons)
+            passed.append(self._pass_over(copy, key, wrong))
+        raise self._lost(key, passed)
 
     async def version(self, key: str) -> Version | None:
         """Return the digest of the metadata; there is nothing else that changes."""
@@ -129,7 +155,7 @@ class NearBackend(ReadOnly):
         return [ObjectInfo(METADATA_KEY, len(self._metadata))] if METADATA_KEY.startswith(prefix) else []
 
     async def aclose(self) -> None:
-        """Close the connections to other hosts."""
+        """Close the connections to other hosts and to storage."""
         for copy in {id(each): each for copies in self._copies.values() for each in copies}.values():
             await copy.files.aclose()
 
@@ -152,16 +178,28 @@ class NearBackend(ReadOnly):
             raise FileNotFoundError(f"{self!r} has no {key}")
         return owner[0]
 
-    def _pass_over(self, copy: Copy, key: str, reason: str) -> str:
+    def _failed(self, copy: Copy, key: str, error: Exception) -> Passed:
+        failed = isinstance(error, StorageError) and copy.kind != "here"
+        return self._pass_over(copy, key, str(error) or "it is missing", is_certain=not failed)
+
+    def _pass_over(self, copy: Copy, key: str, reason: str, *, is_certain: bool = True) -> Passed:
         self.passed_over[copy.name] += 1
         now, said = time.monotonic(), f"{key}: {reason}"
         emit(TierEvent("passed_over", None, self._commit.operation, now, place=copy.name, said=said))
-        log.warning("a copy in memory is passed over", copy=copy.name, key=key, reason=reason)
-        return f"{copy.name}: {reason}"
+        log.warning("a copy of a snapshot is passed over", copy=copy.name, key=key, reason=reason)
+        return Passed(copy, f"{copy.name}: {reason}", is_certain)
 
-    def _lost(self, key: str, reasons: Sequence[str]) -> CorruptError:
-        words = "; ".join(reasons) or "no host has it"
-        return CorruptError(f"{key} of operation {self._commit.operation} cannot be read from memory ({words})")
+    def _lost(self, key: str, passed: Sequence[Passed]) -> CorruptError | StorageError:
+        """Return the error of a file without a copy: a host that failed comes first, then storage, then damage."""
+        words = "; ".join(each.reason for each in passed) or "no host has it"
+        what = f"{key} of operation {self._commit.operation} cannot be read from memory ({words})"
+        failed = {each.copy.kind for each in passed if not each.is_certain}
+        if "host" in failed:
+            return UnreachableError(
+                f"{what}. The snapshot may be whole, and stays: see that the agents of these hosts run, and resume "
+                "again. resume(step=...) and resume(fresh=True) give it up"
+            )
+        return StorageError(what) if failed else CorruptError(what)
 
 
 def _wrong(blocks: Blocks, start: int, outs: Sequence[memoryview]) -> str:

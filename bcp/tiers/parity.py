@@ -260,6 +260,6 @@ def rebuilt_copies(whole: Whole, places: Sequence[Copy], copies: Mapping[int, Se
         for member, ranks in enumerate(group.members):
             if group.rebuilds(member, is_held):
                 others = {number: each for number, each in stripes.items() if number != member}
-                copy = Copy("parity", Rebuilt(whole.operation, group.members, member, others, files))
+                copy = Copy("parity", Rebuilt(whole.operation, group.members, member, others, files), "host")
                 found |= dict.fromkeys(ranks, copy)
     return found

@@ -1,7 +1,8 @@
-"""Find the newest whole snapshot in memory, by all ranks of a job, in any number and on any hosts.
+"""Find the whole snapshots in memory, and open one, by all ranks of a job, in any number and on any hosts.
 
-Each rank tells what its host holds. Rank 0 chooses. Files that nobody has digested yet are digested where they are, and
-the metadata are made as a commit would have made them. Every rank takes part, that of an empty host, too.
+Each rank tells what its host holds. Rank 0 lists the snapshots whose files all have holders. To open one, files that
+nobody has digested yet are digested where they are, and the metadata are made as a commit would have made them. Every
+rank takes part, that of an empty host, too.
 """
 
 from __future__ import annotations
@@ -16,35 +17,46 @@ from operator import attrgetter
 import numpy as np
 
 from bcp._agree import capture_error, collective_operation, gather_broadcast
-from bcp._messages.tiers import Digested, HeldRanks, Holdings, Intent, MadeMetadata, Recovery, Sources
+from bcp._log import log
+from bcp._messages.tiers import (
+    Digested,
+    HeldRanks,
+    Holdings,
+    Intent,
+    MadeMetadata,
+    Recovery,
+    Sources,
+    WholeSnapshots,
+)
 from bcp._sockets import new_token
 from bcp.coordinators.hosts import identity
 from bcp.errors import BcpError, CorruptError, InputError
 from bcp.format.metadata import encode_metadata
 from bcp.format.receipt import receipt_digest
 from bcp.plan.holders import Holding, Whole, divide, newest_whole
-from bcp.plan.parity import groups_of
+from bcp.plan.parity import Stripe, groups_of
 from bcp.protocols import Backend, Coordinator
 from bcp.runtime.threads import in_thread
 from bcp.tiers.digests import digested
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.intent import commit_of
-from bcp.tiers.near import Copy, NearBackend
+from bcp.tiers.near import STORAGE, Copy, NearBackend
 from bcp.tiers.notes import LEFT, Mark
 from bcp.tiers.packing import packed, unpacked
 from bcp.tiers.parity import group_of, held_group, held_parity, known_intent, rebuilt_copies, stripes_in
 from bcp.tiers.peer import peer_at
 
-__all__ = ["Found", "Hosts", "Reach", "find_whole"]
+__all__ = ["Durable", "Found", "Hosts", "Memories", "Reach", "Snapshot", "find_whole"]
 
 Reach = Callable[[str, str, bytes], Backend]
+Durable = Callable[[str], Backend]
 THIS_HOST = "this host"
 DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A snapshot in memory that all ranks can load.
+    """A snapshot in memory that all ranks have opened.
 
     Attributes:
         operation: id of the save.
@@ -106,24 +118,97 @@ class Hosts:
         return Sources(tuple(self.names[each] for each in others), addresses, place if others else -1)
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A snapshot whose files all have holders, as hosts have told.
+
+    Attributes:
+        operation: id of the save.
+        step: of the training.
+    """
+
+    operation: str
+    step: int
+
+
+class Memories:
+    """The memories of all hosts of a job, as one rank sees them.
+
+    Attributes:
+        hosts: of the job.
+        snapshots: whole ones, the newest first. The files of some may turn out to be damaged.
+    """
+
+    def __init__(
+        self, ranks: Coordinator, patience: float, folder: NodeFolder, node: str, told: WholeSnapshots, leader: _Leader
+    ) -> None:
+        self.hosts = Hosts(told.nodes, told.addresses, told.reasons)
+        self.snapshots = tuple(map(Snapshot, told.operations, told.steps))
+        self._ranks, self._patience, self._folder, self._node = ranks, patience, folder, node
+        self._token, self._host_of, self._leader = told.token, unpacked(told.host_of).tolist(), leader
+
+    async def open(self, operation: str, durable: Durable, reach: Reach = peer_at) -> Found:
+        """Open a whole snapshot. Collective.
+
+        Args:
+            operation: of the snapshot.
+            durable: returns storage at the place of a checkpoint, whose files are the last copies.
+            reach: returns the memory of another host, by its name, the address of its agent and the job's secret.
+
+        Raises:
+            CorruptError: no host has files of a rank that are intact.
+            PeerError: another rank has failed.
+
+        """
+        [snapshot] = [each for each in self.snapshots if each.operation == operation]
+        rank, name = self._ranks.rank, f"open the snapshot of step {snapshot.step} in memory"
+        async with collective_operation(self._ranks.begin(name, self._patience)) as agreement:
+            while True:
+                answer = partial(self._leader.holders, snapshot)
+                told = Recovery.decode(await gather_broadcast(agreement, "holders", rank, b"", answer), sender=0)
+                if not told.world_size:
+                    break
+                whole = _whole(snapshot, told)
+                share = (await _digests(self._folder, whole, self._host_of, rank)).encode()
+                make = partial(self._leader.make, whole)
+                answered = await gather_broadcast(agreement, "digests", rank, share, make)
+                made = MadeMetadata.decode(answered, sender=0)
+                if made.metadata:
+                    last = Copy(STORAGE, durable(made.place), "storage")
+                    storage = NearBackend(made.metadata, self._copies(whole, reach, last))
+                    count = len({*whole.holder.tolist()})
+                    return Found(operation, snapshot.step, made.place, count, storage.metrics, storage)
+        raise CorruptError(f"the snapshot of step {snapshot.step} in memory is not whole any more: {told.reason}")
+
+    def _copies(self, whole: Whole, reach: Reach, last: Copy) -> Mapping[int, Sequence[Copy]]:
+        """Return the copies of the files of each rank that has saved: this host's first, and parity behind hosts."""
+        node, copies = self._node, dict[int, list[Copy]]()
+        others = zip(self.hosts.names, self.hosts.addresses, strict=True)
+        places = {name: Copy(name, reach(name, address, self._token), "host") for name, address in others}
+        places[node] = Copy(THIS_HOST, self._folder.files)
+        for rank in np.flatnonzero(whole.is_held()).tolist():
+            names = (self.hosts.names[host] for host in whole.of(rank).tolist())
+            copies[rank] = [places[name] for name in sorted(names, key=lambda name: name != node)]
+        rebuilt = rebuilt_copies(whole, [places[name] for name in self.hosts.names], copies)
+        for rank in range(whole.world_size):
+            copies.setdefault(rank, []).extend([*([rebuilt[rank]] if rank in rebuilt else []), last])
+        return copies
+
+
 async def find_whole(
     ranks: Coordinator,
     opened: Callable[[], NodeFolder],
     node: str,
     patience: float,
-    reach: Reach = peer_at,
     branch: Callable[[], Awaitable[str | None]] | None = None,
-) -> tuple[Found | None, Hosts]:
-    """Agree with all ranks on the newest whole snapshot in the memories of their hosts; None if there is none.
-
-    All hosts of the job are returned, too, in the order of their first ranks.
+) -> Memories:
+    """Agree with all ranks on the whole snapshots in the memories of their hosts.
 
     Args:
         ranks: of the job, all of them.
         opened: returns the memory of this rank's host; called in a thread. Its error is told to all ranks.
         node: name of this host, another one for each host.
         patience: seconds that a rank may be silent.
-        reach: returns the memory of another host, by its name, the address of its agent and the job's secret.
         branch: returns that of the run, whose snapshots count alone, or None if none counts; asked on rank 0. Without
             it all count.
 
@@ -132,26 +217,16 @@ async def find_whole(
 
     """
     leader = _Leader(branch)  # rank 0 alone is asked
-    async with collective_operation(ranks.begin("find a snapshot in memory", patience)) as agreement:
+    async with collective_operation(ranks.begin("find the snapshots in memory", patience)) as agreement:
         folder = await capture_error(in_thread(opened))
         if isinstance(folder, BcpError):
-            await gather_broadcast(agreement, "memory", ranks.rank, folder, leader.choose)
+            await gather_broadcast(agreement, "memory", ranks.rank, folder, leader.list)
             raise folder
         own = (await in_thread(_holdings, folder, node)).encode()
-        while True:
-            told = await gather_broadcast(agreement, "memory", ranks.rank, own, leader.choose)
-            answer = Recovery.decode(told, sender=0)
-            await in_thread(folder.put_token, answer.token)
-            hosts = Hosts(answer.nodes, answer.addresses, answer.reasons)
-            if not answer.operation:
-                return None, hosts
-            share = (await _digests(folder, answer, ranks.rank)).encode()
-            make = partial(leader.make, answer)
-            made = MadeMetadata.decode(await gather_broadcast(agreement, "digests", ranks.rank, share, make), sender=0)
-            if made.metadata:
-                copies = _copies(answer, folder, node, reach)
-                storage, count = NearBackend(made.metadata, copies), len({*unpacked(answer.holder).tolist()})
-                return Found(answer.operation, answer.step, made.place, count, storage.metrics, storage), hosts
+        answer = await gather_broadcast(agreement, "memory", ranks.rank, own, leader.list)
+        told = WholeSnapshots.decode(answer, sender=0)
+        await in_thread(folder.put_token, told.token)
+    return Memories(ranks, patience, folder, node, told, leader)
 
 
 @dataclass(slots=True)
@@ -165,9 +240,12 @@ class _Leader:
 
     branch: Callable[[], Awaitable[str | None]] | None
     damaged: dict[tuple[int, str], str] = field(default_factory=dict)
+    _there: Sequence[Sequence[Holding]] = ()
+    _parity: Sequence[Sequence[Stripe]] = ()
+    _host_of: Sequence[int] = ()
 
-    async def choose(self, messages: Sequence[bytes]) -> bytes:
-        """Choose the newest whole snapshot."""
+    async def list(self, messages: Sequence[bytes]) -> bytes:
+        """List the whole snapshots, the newest first."""
         told = Holdings.decode_all(messages)
         first = {each.node: each for each in reversed(told)}
         names = list(dict.fromkeys(each.node for each in told))
@@ -179,43 +257,62 @@ class _Leader:
             )
         token = next((each.token for each in told if each.token), b"") or new_token().encode()
         held = [first[name].held for name in names]
-        others: dict[str, str] = {}
-        if self.branch is not None:
-            branch = await self.branch()
-            others = {
-                each.operation: f"step {each.step} in memory is of another run, or the run has gone back since"
-                for one in held
-                for each in one
-                if each.branch != branch
-            }
+        others = await self._of_other_branches(held)
         there = [[_holding(each) for each in one if each.operation not in others] for one in held]
-        parity = await in_thread(stripes_in, [first[name].parity for name in names])
-        whole, why = newest_whole(there, self.damaged, parity)
-        reasons = (*self.damaged.values(), *why.values(), *others.values())
-        addresses = tuple(first[name].address for name in names)
-        if whole is None:
-            return Recovery("", 0, 0, reasons, token, tuple(names), addresses).encode()
-        return Recovery(
-            whole.operation,
-            whole.step,
-            whole.world_size,
-            reasons,
+        self._there, self._host_of = there, [number[each.node] for each in told]
+        self._parity = await in_thread(stripes_in, [first[name].parity for name in names])
+        snapshots: list[Whole] = []
+        whole, why = newest_whole(there, parity=self._parity)
+        while whole is not None:
+            snapshots.append(whole)
+            listed = {each.operation for each in snapshots}
+            rest = [[each for each in one if each.operation not in listed] for one in there]
+            whole, _ = newest_whole(rest, parity=self._parity)
+        return WholeSnapshots(
             token,
             tuple(names),
-            addresses,
-            packed([number[each.node] for each in told]),
-            packed(whole.holder),
-            packed(whole.begin),
-            packed(whole.rebuilt),
-            tuple(map(held_group, whole.groups)),
+            tuple(first[name].address for name in names),
+            packed(self._host_of),
+            tuple(each.operation for each in snapshots),
+            tuple(each.step for each in snapshots),
+            (*why.values(), *others.values()),
         ).encode()
 
-    async def make(self, answer: Recovery, messages: Sequence[bytes]) -> bytes:
+    async def _of_other_branches(self, held: Sequence[Sequence[HeldRanks]]) -> Mapping[str, str]:
+        """Return the snapshots that are not of the run as it is now, and why, by their operations."""
+        if self.branch is None:
+            return {}
+        branch = await self.branch()
+        return {
+            each.operation: f"step {each.step} in memory is of another run, or the run has gone back since"
+            for one in held
+            for each in one
+            if each.branch != branch
+        }
+
+    async def holders(self, snapshot: Snapshot, _: Sequence[bytes]) -> bytes:
+        """Tell which hosts have the files of a snapshot, without those that are damaged."""
+        operation = snapshot.operation
+        of_it = [[each for each in one if each.operation == operation] for one in self._there]
+        whole, why = newest_whole(of_it, self.damaged, self._parity)
+        if whole is not None:
+            return Recovery(
+                whole.world_size,
+                packed(whole.holder),
+                packed(whole.begin),
+                rebuilt=packed(whole.rebuilt),
+                groups=tuple(map(held_group, whole.groups)),
+            ).encode()
+        damaged = [reason for (_host, other), reason in self.damaged.items() if other == operation]
+        return Recovery(0, reason="; ".join((*damaged, *why.values()))).encode()
+
+    async def make(self, whole: Whole, messages: Sequence[bytes]) -> bytes:
         """Make the metadata; or note whose files are damaged."""
-        told, host_of = Digested.decode_all(messages), unpacked(answer.host_of).tolist()
+        told = Digested.decode_all(messages)
         errors = {reader: each.error for reader, each in enumerate(told) if each.error}
         for reader, error in errors.items():
-            self.damaged[host_of[reader], answer.operation] = f"step {answer.step}: {error}"
+            log.warning("the files of a host are passed over", step=whole.step, reason=error)
+            self.damaged[self._host_of[reader], whole.operation] = error
         if errors:
             return MadeMetadata(b"").encode()
         receipts: dict[int, bytes] = {}
@@ -224,20 +321,20 @@ class _Leader:
                 receipts[rank] = each.receipts[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         [teller] = [each for each in told if each.intent]
         intent = Intent.decode(teller.intent)
-        commit = commit_of(intent, b"".join(receipts[rank] for rank in range(answer.world_size)))
+        commit = commit_of(intent, b"".join(receipts[rank] for rank in range(whole.world_size)))
         return MadeMetadata(encode_metadata(teller.layout, commit), intent.place).encode()
 
 
-async def _digests(folder: NodeFolder, answer: Recovery, rank: int) -> Digested:
+async def _digests(folder: NodeFolder, whole: Whole, host_of: Sequence[int], rank: int) -> Digested:
     """Digest the files of this reader's share, unless that was done before.
 
     An error is told, and is none of this rank. The reader with the files of rank 0 tells intent and layout, too.
     """
     receipts, intent, layout = [], b"", b""
-    ranks = np.flatnonzero(divide(_whole(answer), unpacked(answer.host_of).tolist()) == rank)
+    ranks = np.flatnonzero(divide(whole, host_of) == rank)
     try:
         for saved in ranks.tolist():
-            receipt, known = await _known(folder, Mark(answer.operation, saved))
+            receipt, known = await _known(folder, Mark(whole.operation, saved))
             receipts.append(receipt)
             if saved == 0:
                 intent, layout = known.with_receipt(b"").encode(), await in_thread(folder.layout, known.layout)
@@ -276,28 +373,13 @@ def _holding(held: HeldRanks) -> Holding:
     return Holding(held.operation, held.step, held.world_size, unpacked(held.ranks))
 
 
-def _whole(answer: Recovery) -> Whole:
+def _whole(snapshot: Snapshot, told: Recovery) -> Whole:
     return Whole(
-        answer.operation,
-        answer.step,
-        answer.world_size,
-        unpacked(answer.holder),
-        unpacked(answer.begin),
-        unpacked(answer.rebuilt),
-        [group_of(each) for each in answer.groups],
+        snapshot.operation,
+        snapshot.step,
+        told.world_size,
+        unpacked(told.holder),
+        unpacked(told.begin),
+        unpacked(told.rebuilt),
+        [group_of(each) for each in told.groups],
     )
-
-
-def _copies(answer: Recovery, folder: NodeFolder, node: str, reach: Reach) -> Mapping[int, Sequence[Copy]]:
-    """Return the copies of the files of each rank that has saved: this host's first, and last those from parity."""
-    others = zip(answer.nodes, answer.addresses, strict=True)
-    places = {name: Copy(name, reach(name, address, answer.token)) for name, address in others if name != node}
-    places[node] = Copy(THIS_HOST, folder.files)
-    whole, copies = _whole(answer), dict[int, list[Copy]]()
-    for rank in np.flatnonzero(whole.is_held()).tolist():
-        names = sorted((answer.nodes[host] for host in whole.of(rank).tolist()), key=lambda name: name != node)
-        copies[rank] = [places[name] for name in names]
-    rebuilt = rebuilt_copies(whole, [places[name] for name in answer.nodes], copies)
-    for rank, copy in rebuilt.items():
-        copies.setdefault(rank, []).append(copy)
-    return copies

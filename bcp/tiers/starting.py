@@ -21,9 +21,6 @@ __all__ = ["await_agent", "start_agent"]
 START_SECONDS = 60.0
 """For a process that imports no torch, on a host whose cores are all taken."""
 
-AWAIT_SECONDS = 30.0
-"""For agents that a scheduler starts beside the trainers."""
-
 NAP_SECONDS = 0.05
 LOG, OPTIONS = "agent.log", "storage-options.json"
 SHOWN = 2_000
@@ -66,12 +63,19 @@ def start_agent(
         time.sleep(NAP_SECONDS)
 
 
-def await_agent(folder: NodeFolder) -> None:
-    """Wait a while for an agent that somebody else starts, and that other hosts can read from. Blocks."""
-    until = time.monotonic() + AWAIT_SECONDS
+def await_agent(folder: NodeFolder, seconds: float) -> None:
+    """Wait for an agent that somebody else starts, and that other hosts can read from. Blocks.
+
+    After so many seconds without one a warning says so. Other hosts cannot read the snapshots here then.
+    """
+    until = time.monotonic() + seconds
     while not _serves(folder):
         if time.monotonic() > until:
-            log.warning("no agent lets other hosts read the snapshots of this one", folder=str(folder.root))
+            log.warning(
+                "no agent lets other hosts read the snapshots of this one: start it with --listen",
+                folder=str(folder.root),
+                seconds=seconds,
+            )
             return
         time.sleep(NAP_SECONDS)
 

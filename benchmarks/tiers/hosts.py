@@ -18,6 +18,7 @@ import torch
 
 import bcp
 from bcp._calls import keep_call
+from bcp.backends import MemoryBackend
 from bcp.protocols import Coordinator, States
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
@@ -145,9 +146,10 @@ async def recover(hosts: Sequence[Host], ranks: Sequence[Coordinator], states: S
     begin = perf_counter()
 
     async def one(host: Host, coordinator: Coordinator, own: States) -> Mapping[str, int]:
-        found, _ = await find_whole(coordinator, lambda: host.folder, host.name, HANG_SECONDS)
-        if found is None:
+        memories = await find_whole(coordinator, lambda: host.folder, host.name, HANG_SECONDS)
+        if not memories.snapshots:
             raise RuntimeError(f"{host.folder!r} and the others have no whole snapshot")
+        found = await memories.open(memories.snapshots[0].operation, MemoryBackend)
         await bcp.aload(found.storage, own, options=LOADING, coordinator=coordinator)
         await found.storage.aclose()
         return found.storage.read_nbytes

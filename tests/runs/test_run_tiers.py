@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import shutil
 import threading
@@ -15,11 +16,13 @@ from torch import nn
 
 import bcp
 from bcp import policies
-from bcp.errors import InputError, StorageError
+from bcp.errors import CorruptError, InputError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_metadata
 from bcp.runtime.threads import in_thread
+from bcp.tiers.digests import digested
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
+from bcp.tiers.notes import Mark
 
 
 class Training:
@@ -97,6 +100,29 @@ class Place:
         step = run.resume()
         assert training.step == step
         return step, run
+
+    def digest(self) -> None:
+        """Digest all files in memory, as an agent does soon after a mark."""
+        folder = NodeFolder(self.memory)
+        for mark in folder.marks():
+            with folder.holding(mark) as held:
+                assert held is not None
+                asyncio.run(digested(folder.files, held.blank))
+
+    def newest(self) -> list[Mark]:
+        """Return the marks in memory, the newest first."""
+        ages = NodeFolder(self.memory).ages()
+        return sorted(ages, key=lambda mark: -ages[mark])
+
+    def flip(self, *marks: Mark) -> list[Path]:
+        """Flip a bit in the middle of each file of some marks; return the files."""
+        files = NodeFolder(self.memory).data_files()
+        paths = [path for mark in marks for path in files[mark]]
+        for path in paths:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        return paths
 
     def committed(self) -> list[int]:
         return sorted(int(path.parent.name.removeprefix("step-")) for path in self.store.glob(f"step-*/{METADATA_KEY}"))
@@ -277,15 +303,83 @@ def test_memory_that_is_damaged_leads_to_storage(place: Place) -> None:
         run = place.train(1, 4, durable=2)
         until(lambda: place.commits == [2, 4], "they are durable")
     place.die(run)
-    folder = NodeFolder(place.memory)
-    for paths in folder.data_files().values():
-        for path in paths:
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
+    place.flip(*NodeFolder(place.memory).data_files())
     step, run = place.resumed()
-    assert (step, run.resumed.hosts) == (4, 0)
+    stored = sum(path.stat().st_size for path in place.store.glob("step-00000004/*/*.safetensors"))
+    assert (step, run.resumed.hosts, run.resumed.from_storage) == (4, 1, stored)
+    assert str(run.resumed) == f"resumed from step 4: memory of 1 host, {stored} bytes from storage"
+    place.die(run)
+
+
+def test_one_damaged_block_is_read_from_storage(place: Place) -> None:
+    with agent(place.memory, place.store):
+        run = place.train(1, 2)
+        until(lambda: sorted(place.commits) == [1, 2], "they are durable")
+    place.die(run)
+    newest = place.newest()[0]
+    [path] = [path for path in place.flip(newest) if path.parent.name == "model"]
+    for other in NodeFolder(place.memory).data_files()[newest]:
+        if other != path:
+            shutil.copy(place.store / "step-00000002" / other.relative_to(place.memory), other)
+    step, run = place.resumed()
+    assert (step, run.resumed.hosts, run.resumed.from_storage) == (2, 1, path.stat().st_size)
+    place.die(run)
+
+
+def test_storage_of_another_save_is_no_copy(place: Place) -> None:
+    """Another job has saved the step. Names and digests tell the files apart."""
+    place.die(place.train(1, 3, durable=1000))
+    bcp.save(place.store / "step-00000003", trained(77).states)
+    place.digest()
+    place.flip(place.newest()[0])
+    training = Training()
+    run = place.run(training)
+    assert run.resume() == 3
+    assert (training.step, run.resumed.hosts) == (77, 0)
     assert "cannot be read from memory" in run.resumed.passed_over[0].reason
+    place.die(run)
+
+
+def test_a_damaged_snapshot_leads_to_the_one_before_it_in_memory(place: Place) -> None:
+    place.die(place.train(1, 5, durable=1000))
+    place.digest()
+    newest, before = place.newest()[:2]
+    place.flip(newest)
+    step, run = place.resumed()
+    assert (step, run.resumed.hosts, run.resumed.from_storage) == (4, 1, 0)
+    [passed] = run.resumed.passed_over
+    assert (passed.step, passed.name) == (5, f"memory/{newest.operation}")
+    assert "cannot be read from memory (this host: bytes " in passed.reason
+    assert NodeFolder(place.memory).marks() == [before], "the damaged one is given up"
+    place.training.set(5)
+    with agent(place.memory, place.store):
+        run.maybe_save(5)
+        run.close()
+    assert place.committed()[-1] == 5
+
+
+def test_a_damaged_snapshot_leads_to_storage_that_is_newer_than_the_one_before(place: Place) -> None:
+    place.die(place.train(1, 5, durable=1000))
+    bcp.save(place.store / "step-4", trained(4).states)
+    place.digest()
+    newest, before = place.newest()[:2]
+    place.flip(newest, before)
+    step, run = place.resumed()
+    assert (step, run.resumed.hosts, run.resumed.name) == (4, 0, "step-4")
+    assert [choice.step for choice in run.resumed.passed_over] == [5, 4]
+    place.die(run)
+
+
+def test_a_run_whose_snapshots_are_all_damaged_does_not_begin_anew(place: Place) -> None:
+    """As for checkpoints: somebody has to say that their work is given up."""
+    place.die(place.train(1, 5, durable=1000))
+    place.digest()
+    place.flip(*NodeFolder(place.memory).data_files())
+    with pytest.raises(CorruptError, match=r"none of 2 checkpoints can be loaded.*step 5: .*step 4: "):
+        place.resumed()
+    assert NodeFolder(place.memory).marks()
+    run = place.run(Training())
+    assert run.resume(fresh=True) == 0
     place.die(run)
 
 
@@ -580,7 +674,7 @@ def test_an_agent_starts_while_many_ask_whether_there_is_one(tmp_path: Path) -> 
             asker.join()
 
 
-def test_a_newer_snapshot_that_is_not_whole_is_told(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_newer_snapshot_that_is_not_whole_is_told(place: Place) -> None:
     place.die(place.train(1, 3, durable=1000))
     folder = NodeFolder(place.memory)
     newest = max(folder.ages().items(), key=lambda each: each[1])[0]
@@ -588,5 +682,7 @@ def test_a_newer_snapshot_that_is_not_whole_is_told(place: Place, caplog: pytest
         path.unlink()
     step, run = place.resumed()
     assert step == 2
-    assert "a snapshot in memory is passed over: step 3: " in caplog.text
+    [passed] = run.resumed.passed_over
+    assert passed.step == 3
+    assert "has gone from" in passed.reason
     place.die(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import bcp
+from bcp.errors import PeerError, StorageError
 from bcp.format.metadata import METADATA_KEY
+from bcp.tiers.digests import digested
+from bcp.tiers.folder import NodeFolder
 
 WIDTH = 24
 SECONDS = 240.0
@@ -134,6 +138,50 @@ def test_back_in_other_layouts_without_a_byte_of_storage(ranks4: Ranks, ranks3: 
     assert ranks3.run(trained, root, 1, (0, 1, 1), "plain") == [(5, 2)] * 3
     empty(root)
     assert ranks4.run(trained, root, 1, (0, 1, 0, 1)) == [(6, 2)] * 4
+
+
+def flip(folder: NodeFolder, step: int) -> None:
+    """Flip a bit of the model of one rank in a step, behind the digests."""
+    chosen = []
+    for mark in folder.marks():
+        with folder.holding(mark) as held:
+            assert held is not None
+            asyncio.run(digested(folder.files, held.blank))
+            if held.intent.step == step:
+                chosen += [path for path in folder.data_files()[mark] if path.parent.name == "model"]
+    data = bytearray(chosen[0].read_bytes())
+    data[-1] ^= 1
+    chosen[0].write_bytes(data)
+
+
+def test_all_ranks_pass_a_damaged_snapshot_over(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
+    """The block that one rank cannot read costs all of them this snapshot, and no more than this one."""
+    assert ranks4.run(trained, root, 3, (0, 0, 1, 1)) == [(0, 0)] * 4
+    flip(NodeFolder(root / "node-1"), 3)
+    assert ranks3.run(trained, root, 1, (1, 0, 1)) == [(2, 2)] * 3
+    empty(root)
+    assert ranks3.run(trained, root, 1, (0, 1, 1)) == [(3, 2)] * 3
+
+
+def refused(root: Path, nodes: Sequence[int]) -> str:
+    """Resume without agents; return the error."""
+    node = nodes[dist.get_rank()]
+    tiers = bcp.Tiers(folder=root / f"node-{node}", node=f"n{node}", agent="external")
+    with pytest.raises((StorageError, PeerError)) as error:
+        bcp.Run(root / "run", make_states("sharded"), tiers=tiers).resume()
+    return str(error.value)
+
+
+def test_a_snapshot_on_a_host_without_an_agent_is_not_given_up(ranks4: Ranks, root: Path) -> None:
+    """Older checkpoints are in storage. The next life, with agents, goes on from memory."""
+    assert ranks4.run(trained, root, 3, (0, 0, 1, 1)) == [(0, 0)] * 4
+    bcp.save(root / "run" / "step-00000001", {"extra_states": {"step": 1}})
+    for folder in root.glob("node-*"):
+        NodeFolder(folder).put_address("")
+    for words in ranks4.run(refused, root, (0, 1, 0, 1)):
+        assert "its agent serves no other host: start it with --listen" in words
+        assert "The snapshot may be whole, and stays" in words
+    assert ranks4.run(trained, root, 1, (0, 0, 1, 1)) == [(3, 2)] * 4
 
 
 def empty(root: Path) -> None:

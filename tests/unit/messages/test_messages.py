@@ -102,6 +102,7 @@ from bcp._messages.tiers import (
     ToldLayout,
     Troubles,
     Want,
+    WholeSnapshots,
 )
 from bcp._messages.tools import (
     Compared,
@@ -176,15 +177,17 @@ EXAMPLES: list[Message] = [
     KnownLayout(bytes(16), b"layout"),
     Drained((0, 2), (b"first", b"second")),
     Holdings("node-1", (HeldRanks("0123456789abcdef", 7, 2, bytes(16)),)),
-    Recovery(
-        "0123456789abcdef",
-        7,
-        2,
-        ("step 8: no",),
+    WholeSnapshots(
         b"secret",
         ("a", "b"),
         ("10.0.0.1:7000", ""),
         host_of=bytes(8),
+        operations=("0123456789abcdef",),
+        steps=(7,),
+        reasons=("step 8: no",),
+    ),
+    Recovery(
+        2,
         holder=bytes(8),
         begin=bytes(12),
         rebuilt=bytes(4),
@@ -193,8 +196,8 @@ EXAMPLES: list[Message] = [
     ParityRecord("0123456789abcdef", 7, 2, 1, ("node-1", ""), ("10.0.0.1:7000", ""), (bytes(4), bytes(4))),
     Digested(bytes(8), bytes(32), b"intent", b"layout"),
     MadeMetadata(b"metadata", "step-00001000"),
-    LeftBehind(("step-00001000",), ("0123456789abcdef",)),
-    Settled(True, "run-7/", ("step-00001000",)),  # noqa: FBT003 -- an example
+    LeftBehind(("step-00001000",), ("0123456789abcdef",), 4096),
+    Settled(True, "run-7/", ("step-00001000",), 8192),  # noqa: FBT003 -- an example
     Offered("0123456789abcdef", (0, 3)),
     Sources(("node-1",), ("10.0.0.1:7000",)),
     ToldLayout(bytes(16), is_copied=True),
