@@ -21,7 +21,7 @@ from bcp._log import log
 from bcp._messages.tiers import Offered, ParityRecord
 from bcp._sockets import Wire
 from bcp.agent.offers import offered
-from bcp.errors import BcpError, StorageError
+from bcp.errors import BcpError, CorruptError, StorageError
 from bcp.format.metadata import OPERATION, owner_of, receipt_key
 from bcp.runtime.process import process_lock
 from bcp.tiers.digests import digested
@@ -145,7 +145,10 @@ class MemoryServer:
                 connection.settimeout(IDLE_SECONDS)
                 held: dict[Mark | str, Holding] = {}
                 while True:
-                    self._answer(connection, wire, stack, held)
+                    try:
+                        self._answer(connection, wire, stack, held)
+                    except CorruptError as error:
+                        push_answer(wire, Status.DAMAGED, str(error))
         except StrangerError as error:
             log.warning("a stranger was turned away", peer=peer, reason=str(error))
         except (OSError, BcpError) as error:
@@ -155,7 +158,7 @@ class MemoryServer:
                 self._open.discard(connection)
 
     def _answer(self, connection: socket.socket, wire: Wire, stack: ExitStack, held: dict[Mark | str, Holding]) -> None:
-        """Answer one request."""
+        """Answer one request. Raises CorruptError before the answer for a file that is damaged."""
         want = pull_request(wire)
         if want.key.startswith(OFFER):
             _push(wire, self._offered(want.key.removeprefix(OFFER)).encode())
@@ -176,9 +179,7 @@ class MemoryServer:
             size = os.fstat(fd).st_size
             nbytes = want.nbytes or size
             if want.start + nbytes > size:
-                words = f"{want.key} has {size} bytes, and {nbytes} from {want.start} on were asked for"
-                push_answer(wire, Status.SHORT, words)
-                return
+                raise CorruptError(f"{want.key} has {size} bytes, and {nbytes} from {want.start} on were asked for")
             push_answer(wire, Status.OK, nbytes=nbytes)
             _send(connection, fd, want.start, nbytes)
         finally:

@@ -44,7 +44,8 @@ class Drains:
     """What agents have of one rank.
 
     Attributes:
-        newest: step of the newest snapshot of this life that all ranks have marked; None before the first.
+        newest: step of the newest snapshot of this life that all ranks have marked, or of a newer save of their own to
+            storage; None before the first.
         committed: step of the newest one that is durable; None before the first.
         staying: the newest snapshot, if nobody makes it durable.
     """
@@ -81,6 +82,11 @@ class Drains:
         drained = partial(self._drained, step, partial(durable, kept))
         self.newest, self.staying = step, Staying(step, kept.operation, drained) if stays else None
         return drained
+
+    def stored(self, step: int) -> None:
+        """Take note of a step that this job has saved to storage itself: older snapshots may stay in memory."""
+        self.newest = self.committed = step
+        self.staying = None
 
     async def promote(self, tier: Tiered) -> Background[SaveResult] | None:
         """Let the newest snapshot become durable, though it was to stay in memory; None if there is no such one."""

@@ -275,8 +275,9 @@ class Run(ResumableRun):
         yield self._saves.ended
         self._saves.raise_failure()
         staying = self._saves.drains.staying
-        if staying is not None:
-            self._saves.outcomes.begun(staying.step)
+        if staying is None or staying.step != self._saves.step:  # the save of this step has failed, or is in storage
+            return None
+        self._saves.outcomes.begun(staying.step)
         promoted: Background[SaveResult] | None = yield partial(self._saves.drains.promote, self._tiered)
         return promoted
 

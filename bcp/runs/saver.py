@@ -23,7 +23,7 @@ from bcp.runs.saves import Saves, Standby
 from bcp.runs.states import RunStates
 from bcp.runs.tiered import Tiered
 from bcp.runtime.bridge import Background
-from bcp.tiers.saving import Aim
+from bcp.tiers.saving import Aim, NoRoomError
 
 __all__ = ["Saver"]
 
@@ -78,8 +78,22 @@ class Saver:
             background = yield from self._keep(self._tiered, step, name, durable=durable)
         try:
             yield background.astarted
+        except NoRoomError as error:
+            background = yield from self._store(step, name, error)
         except BcpError:
             self._saves.raise_failure()  # unless it is tolerated
+        return background
+
+    def _store(self, step: int, name: str, full: NoRoomError) -> Body[Background[SaveResult]]:
+        """Begin a save to storage in the place of one for which a host has no room. All ranks know of that."""
+        self._saves.warn("step %d is saved to storage, for the memory of a host is full: %s", step, full)
+        if self._aimed[0] != step:
+            self._aimed, self._last_durable = (step, self._last_durable), step
+        background = self._saves.begin(step, self._call(step, name, self._options))
+        try:
+            yield background.astarted
+        except BcpError:
+            self._saves.raise_failure()
         return background
 
     def _keep(self, tiered: Tiered, step: int, name: str, *, durable: bool) -> Body[Background[SaveResult]]:
@@ -91,9 +105,9 @@ class Saver:
         is_durable = durable or tiered.is_due(step, self._last_durable)
         if is_durable:
             self._aimed, self._last_durable = (step, self._last_durable), step
-        awaited = {step, *self._saves.drains.steps}
+        awaited = {step, self._saves.step, *self._saves.drains.steps}
         self.metrics = {each: self.metrics[each] for each in self.metrics if each in awaited or each >= step}
-        aim = Aim(step, name, is_durable, replaces, tiered.branch)
+        aim = Aim(step, name, is_durable, replaces, tiered.branch, tiered.on_full)
         call = tiered.call(aim, self._states.now(), self._framework, self._given, self.metrics.get(step))
         began = time.monotonic()
         return self._saves.begin_kept(step, call, partial(tiered.durable, aim, began), stays=not is_durable)

@@ -36,6 +36,7 @@ from bcp.runtime.bridge import Background
 from bcp.runtime.event_loop import words_of
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread
+from bcp.tiers.saving import NoRoomError
 
 __all__ = ["OnCommit", "OnFailure", "Saves", "Standby", "Watchdog", "nothing"]
 
@@ -134,6 +135,9 @@ class Saves:
         stays: bool,
     ) -> Background[SaveResult]:
         """Begin a save into memory, which agents make durable. The one before it has its snapshot there.
+
+        It fails with a :class:`~bcp.tiers.saving.NoRoomError` on all ranks if the step is to be saved to storage
+        instead, by :meth:`begin`.
 
         Args:
             step: of the save.
@@ -244,6 +248,7 @@ class Saves:
             await self.failed(step, error)
             raise
         self.stall, self.durable = result.blocking_seconds + result.step_wait_seconds, result.seconds
+        self.drains.stored(step)
         await self.committed(step, result)
         return result
 
@@ -259,6 +264,8 @@ class Saves:
         """Keep a snapshot in memory, hand it over to agents, and see it become durable."""
         try:
             kept = await call.run(started)
+        except NoRoomError:  # the trainer's thread, which waits, begins the other save
+            raise
         except BaseException as error:
             await self.failed(step, error)
             raise

@@ -71,10 +71,12 @@ class Tiered:
         found: the snapshot in memory that all ranks have opened last; None before :meth:`open`.
         policy: which saves become durable; None: all of them.
         branch: of the run.
+        on_full: as in :class:`~bcp.Tiers`.
     """
 
     def __init__(self, tiers: Tiers, url: str, options: SaveOptions, policy: SavePolicy | None) -> None:
         """Remember the arguments; nothing is opened yet."""
+        self.on_full = tiers.on_full
         self._tiers, self._url, self._options, self.policy = tiers, url, options, policy
         self._root = tiers.root(url)  # the process may change its directory
         self._memory: TierMemory | None = None
@@ -131,6 +133,7 @@ class Tiered:
         if tiers.parity is not None:
             return hosts.in_parity_with(self._node, tiers.parity, tiers.stride)
         return hosts.copied_by(self._node, tiers.copies - 1, tiers.stride)
+
     def _durable_at(self, place: str) -> Backend:
         """Return storage at the place of a checkpoint."""
         return resolve(f"{self._url}/{place}".rstrip("/"), self._options.storage_options, self._options.retries)

@@ -39,6 +39,7 @@ from bcp.tiers.notes import (
     LEFT,
     NOTE_DIRECTORIES,
     WANTED,
+    FullError,
     Mark,
     Notes,
     told,
@@ -219,7 +220,7 @@ class NodeFolder(Notes, HostLocks):
             what: needs it, for the message.
 
         Raises:
-            StorageError: there is no room.
+            FullError: there is no room.
 
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -232,7 +233,7 @@ class NodeFolder(Notes, HostLocks):
                 raise
             room = os.statvfs(self.root)
             left, all_of_it = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-            raise StorageError(
+            raise FullError(
                 f"{self.root} has {left} of {all_of_it} bytes left, and {what} needs {nbytes} more for {path.name}: "
                 "give the file system more room (mount -o remount,size=...)"
             ) from error

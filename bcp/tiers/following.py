@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from bcp.events import SaveResult, TierEvent, TierHappening
 from bcp.telemetry.watch import Watch
 
-__all__ = ["Followed", "Followers", "is_full"]
+__all__ = ["Followed", "Followers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +83,3 @@ class Followers:
     def of(self, operation: str) -> Followed | None:
         """Return a snapshot of this life; None if it is not known any more."""
         return self._followed.get(operation)
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether an error says that the file system in memory has no room."""
-    cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno == errno.ENOSPC

@@ -138,7 +138,8 @@ class TierMemory:
             operation: id of the save.
 
         Raises:
-            StorageError: there is no room.
+            FullError: there is no room.
+            StorageError: a file was deleted meanwhile, or the system failed.
 
         """
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ __all__ = [
     "REFUSED",
     "STORING",
     "SUPERSEDED",
+    "FullError",
     "Mark",
     "Noted",
     "Notes",
@@ -50,6 +52,10 @@ GONE = "GONE"
 
 LEFT = "LEFT"
 """End of a snapshot that a later life of the job has not gone on from. No recovery takes it, and nobody drains it."""
+
+
+class FullError(StorageError):
+    """The file system of a memory has no room."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -270,10 +276,14 @@ def write_small(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 @contextmanager
 def told(path: Path) -> Iterator[None]:
-    """Raise StorageError, which names the file, for an error of the system; a missing file is the caller's business."""
+    """Raise StorageError, which names the file, for an error of the system; a missing file is the caller's business.
+
+    It is a FullError if there is no room.
+    """
     try:
         yield
     except (FileNotFoundError, StorageError):
         raise
     except OSError as error:
-        raise StorageError(f"the memory tier failed at {path}: {error}") from error
+        kind = FullError if error.errno == errno.ENOSPC else StorageError
+        raise kind(f"the memory tier failed at {path}: {error}") from error

@@ -46,6 +46,9 @@ class Tiers:
         stride: number of hosts between a host and the one that copies it, in the order of ranks, or between neighbours
             in a group with parity. With the number of hosts in a rack, a lost rack loses nothing.
         pace: bytes a second that each host copies from others; None for no limit.
+        on_full: what a save does if the tmpfs of a host has no room for it. ``"raise"``: it raises a StorageError with
+            the numbers. ``"durable"``: all ranks save this step to storage themselves, with a warning; training waits
+            as it does for a save without tiers.
 
     Raises:
         InputError: a value cannot be used.
@@ -67,10 +70,13 @@ class Tiers:
     parity: int | None = None
     stride: int = 1
     pace: float | None = None
+    on_full: Literal["raise", "durable"] = "raise"
 
     def __post_init__(self) -> None:
         if self.agent not in ("spawn", "external"):
             raise InputError(f"Tiers(agent={self.agent!r}): pass 'spawn' or 'external'")
+        if self.on_full not in ("raise", "durable"):
+            raise InputError(f"Tiers(on_full={self.on_full!r}): pass 'raise' or 'durable'")
         for name in ("node", "listen"):
             text = getattr(self, name)
             if text is not None and not (isinstance(text, str) and text and text.isprintable()):

@@ -100,7 +100,7 @@ class PeerMemory(ReadOnly):
             self._free.append(wire)
         if status is Status.MISSING:
             raise FileNotFoundError(f"{self!r}: {words}")
-        if status is Status.SHORT:
+        if status is Status.DAMAGED:
             raise CorruptError(f"{self!r}: {words}")
         if status is Status.FAILED:
             raise StorageError(f"{self!r}: {words}")

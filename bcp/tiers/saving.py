@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from bcp import _save as saving
-from bcp._agree import gather_broadcast, no_answer
+from bcp._agree import OwnMessage, capture_error, gather_broadcast, no_answer
 from bcp._job import SaveJob
 from bcp._messages.tiers import Intent, KnownLayout, ToldLayout
 from bcp._record import Record
@@ -34,13 +35,19 @@ from bcp.runtime.threads import (
 )
 from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.save import SaveContext, Writers, blocks_of, snapshot_graph
-from bcp.tiers.following import is_full
 from bcp.tiers.memory import TierMemory
-from bcp.tiers.notes import Mark
+from bcp.tiers.notes import FullError, Mark
 
-__all__ = ["Aim", "akeep"]
+__all__ = ["Aim", "NoRoomError", "akeep"]
 
 NO_DIGEST = bytes(16)
+
+SHOWN = 3
+"""Hosts without room in a message."""
+
+
+class NoRoomError(StorageError):
+    """A host has no room for a snapshot, as all ranks know: the save is to go to storage. Nothing was copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class Aim:
         durable: whether it shall go to durable storage while the job lives. When it has died, its newest one goes.
         replaces: operation of the checkpoint that it may replace there; empty for none.
         branch: of the run; snapshots of another one count for nothing.
+        on_full: as in :class:`~bcp.Tiers`.
     """
 
     step: int
@@ -60,6 +68,7 @@ class Aim:
     durable: bool = True
     replaces: str = ""
     branch: str = ""
+    on_full: Literal["raise", "durable"] = "raise"
 
 
 @collect_failure_garbage()
@@ -67,6 +76,11 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> SaveResult:
     """Plan, copy into the files of the memory, mark. The snapshot outlives this process when its caller goes on.
 
     The result is that of a snapshot which all ranks have marked; its seconds are those until then.
+
+    Raises:
+        FullError: this host has no room.
+        NoRoomError: a host has no room, and the aim's ``on_full`` is ``"durable"``; raised on all ranks.
+
     """
     record = Record(job)
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
@@ -78,22 +92,26 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> SaveResult:
             try:
                 with job.watch.phase("write"):
                     receipt = await in_thread_gc_paused(_blank_receipt, job, items, values, opening.operation)
-                    intent = _intent(job, receipt, known, held.framework, aim)
-                    await in_thread(memory.folder.prepare, intent)
-                    await _copy(job, items, snapshot, memory, opening.operation)
-                    await in_thread(memory.folder.mark, mark)
+                    take = partial(_take, memory, known, _intent(job, receipt, known, held.framework, aim), items)
+                    full = await _full(agreement, job, memory, aim, take)
+                    if not full:
+                        await _copy(job, items, snapshot, memory)
+                        await in_thread(memory.folder.mark, mark)
             except BaseException:
                 await in_thread_even_if_cancelled(partial(memory.folder.forget, mark))
                 raise
-            snapshot.let_go_on()
-            with job.watch.phase("commit"):
-                await gather_broadcast(agreement, "kept", job.rank, b"", no_answer)
-            memory.all_marked(opening.operation, is_copied=known.is_copied)
-            if aim.durable:
-                memory.promised = opening.operation
-            result = saving.result(job, held, opening, receipt, items, snapshot)
-            memory.followers.released(job.watch, result, memory.live)
-            await record.share(agreement, result)
+            if not full:
+                snapshot.let_go_on()
+                with job.watch.phase("commit"):
+                    await gather_broadcast(agreement, "kept", job.rank, b"", no_answer)
+                memory.all_marked(opening.operation, is_copied=known.is_copied)
+                memory.promised = opening.operation if aim.durable else memory.promised
+                result = saving.result(job, held, opening, receipt, items, snapshot)
+                memory.followers.released(job.watch, result, memory.live)
+                await record.share(agreement, result)
+        if full:  # all ranks have left the operation in peace
+            await in_thread(memory.folder.forget, mark)
+            raise NoRoomError(full)
     memory.followers.recorded(opening.operation, record.shared)
     return result
 
@@ -108,11 +126,45 @@ async def _layout(agreement: Agreement, job: SaveJob, memory: TierMemory, layout
 
     memory.followers.troubles(job.watch, await in_thread(memory.troubles))
     own = ToldLayout(memory.layout, await in_thread(memory.is_copied)).encode()
-    known = KnownLayout.decode(await gather_broadcast(agreement, "layout", job.rank, own, answer), sender=0)
+    return KnownLayout.decode(await gather_broadcast(agreement, "layout", job.rank, own, answer), sender=0)
+
+
+async def _full(agreement: Agreement, job: SaveJob, memory: TierMemory, aim: Aim, take: Callable[[], None]) -> str:
+    """Get the memory of this rank; return why all ranks shall do without, or an empty text.
+
+    Raises:
+        FullError: this host has no room, and the save is to fail then.
+
+    """
+    taken = await capture_error(in_thread(take))
+    if isinstance(taken, FullError):
+        _tell_full(job, memory, taken)
+    if aim.on_full == "raise":
+        if isinstance(taken, BcpError):
+            raise taken
+        return ""
+    own: OwnMessage = str(taken or "").encode(errors="backslashreplace")
+    if isinstance(taken, BcpError) and not isinstance(taken, FullError):
+        own = taken
+
+    async def answer(messages: Sequence[bytes]) -> bytes:
+        reasons = [message for message in messages if message]
+        more = [b"so for %d more ranks" % (len(reasons) - SHOWN)] if len(reasons) > SHOWN else []
+        return b"; ".join([*reasons[:SHOWN], *more])
+
+    return (await gather_broadcast(agreement, "room", job.rank, own, answer)).decode()
+
+
+def _take(memory: TierMemory, known: KnownLayout, intent: Intent, items: Sequence[WriteItem]) -> None:
+    """Take all memory of a snapshot: for layout, intent and files. Blocks. Raises FullError if there is no room."""
     if known.layout:
-        await in_thread(memory.folder.put_layout, known.layout)
+        memory.folder.put_layout(known.layout)
     memory.layout = known.digest
-    return known
+    memory.folder.prepare(intent)
+    sizes: dict[str, int] = {}
+    for item in items:
+        sizes[item.key] = max(sizes.get(item.key, 0), item.part.stop)
+    memory.begin(sizes, intent.operation)
 
 
 def _blank_receipt(
@@ -146,14 +198,9 @@ def _intent(job: SaveJob, receipt: Receipt, known: KnownLayout, framework: str, 
     )
 
 
-async def _copy(
-    job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot, memory: TierMemory, operation: str
-) -> None:
+async def _copy(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot, memory: TierMemory) -> None:
     """Copy all parts to their places in the files."""
     options = job.options
-    sizes: dict[str, int] = {}
-    for item in items:
-        sizes[item.key] = max(sizes.get(item.key, 0), item.part.stop)
     changing = [item for item in items if not item.is_steady]
     job.watch.contents = partial(saving.contents, {item.name: item for item in items})
     job.watch.nbytes = sum(item.nbytes for item in items)
@@ -161,12 +208,6 @@ async def _copy(
     with ExitStack() as stack:
         stack.callback(snapshot.release)
         stack.enter_context(low_priority_threads(nice=options.nice, io=options.ionice))
-        try:
-            await in_thread(memory.begin, sizes, operation)
-        except StorageError as error:
-            if is_full(error):
-                _tell_full(job, memory, error)
-            raise
         context = SaveContext(memory, Writers(), saving.BLOCK_BYTES, snapshot.fence, len(changing), snapshot.copied)
         graph = edited(snapshot_graph(context, copy_workers=options.copy_workers), options.edit)
         if not changing:

@@ -43,7 +43,7 @@ class Status(IntEnum):
 
     OK = 0
     MISSING = 1
-    SHORT = 2
+    DAMAGED = 2
     FAILED = 3
 
 

@@ -161,6 +161,7 @@ def test_arguments_that_do_not_go_together(arguments: dict[str, Any], words: str
         ({"parity": 2}, "parity=2.*pass copies=2"),
         ({"parity": True}, "parity=True"),
         ({"parity": 8, "copies": 2}, r"copies=2, parity=8.*pass one of them"),
+        ({"on_full": "wait"}, "on_full='wait'"),
         ({"agent": "external", "listen": "10.0.0.1"}, r"say it to the agent.*--listen 10.0.0.1"),
     ],
 )
@@ -213,10 +214,6 @@ def test_a_trainer_that_decides_by_itself_follows_the_policy_of_what_is_durable(
 def test_a_durable_save_that_has_failed_is_caught_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     with agent(place.memory, place.store):
         run = place.train(1, 2, durable=3, tolerate=1, keep=policies.Everything())
-
-        def full(_: int, nbytes: int) -> None:
-            raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes")
-
         with monkeypatch.context() as patch:
             patch.setattr("bcp.tiers.folder.fallocate", full)
             shutil.rmtree(place.memory / "model")
@@ -432,10 +429,6 @@ def test_a_full_memory_is_an_error_that_may_be_tolerated(place: Place, monkeypat
     """The snapshot before stays, and a later one may have room."""
     with agent(place.memory, place.store):
         run = place.train(1, 1, tolerate=1)
-
-        def full(_: int, nbytes: int) -> None:
-            raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes")
-
         with monkeypatch.context() as patch:
             patch.setattr("bcp.tiers.folder.fallocate", full)
             pending = run.maybe_save(2)
@@ -446,6 +439,90 @@ def test_a_full_memory_is_an_error_that_may_be_tolerated(place: Place, monkeypat
         run.close()
     assert [step for step, _ in place.failures] == [2]
     assert place.committed() == [1, 3]
+
+
+def full(_: int, nbytes: int) -> None:
+    raise OSError(errno.ENOSPC, f"no room for {nbytes} bytes")
+
+
+def test_a_full_memory_may_lead_to_storage(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank saves the step itself, whatever was planned for it. Later snapshots have room again."""
+    tiers = bcp.Tiers(folder=place.memory, agent="external", on_full="durable")
+    run = place.train(1, 2, tiers=tiers, durable=1000, keep=policies.Everything())
+    with monkeypatch.context() as patch:
+        patch.setattr("bcp.tiers.folder.fallocate", full)
+        shutil.rmtree(place.memory / "model")
+        pending = run.maybe_save(3, {"loss": 0.25})
+        assert pending is not None
+        assert pending.wait().path == f"{place.store}/step-00000003"
+        assert run.save(3) is None, "it is there"
+    assert "step 3 is saved to storage, for the memory of a host is full: /" in caplog.text
+    assert "bytes left, and the snapshot of rank 0 needs " in caplog.text
+    assert run.committed() == (3,)
+    assert (place.failures, place.committed()) == ([], [3])
+    assert bcp.Checkpoint(place.store / "step-00000003").verify()
+    commit = decode_metadata((place.store / "step-00000003" / METADATA_KEY).read_bytes(), "metadata").commit
+    assert commit.metrics == {"loss": 0.25}
+    pending = run.maybe_save(4)
+    assert pending is not None
+    pending.released()
+    assert place.committed() == [3]
+    assert [mark.operation for mark in place.newest()] != []
+    with agent(place.memory, place.store):
+        run.close()
+    assert place.committed() == [3, 4]
+    assert not NodeFolder(place.memory).data_files()
+
+
+def test_a_run_without_any_room_is_one_without_tiers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No agent is needed for it. The next life finds its checkpoints, and older snapshots do not count."""
+    tiers = bcp.Tiers(folder=place.memory, agent="external", on_full="durable")
+    place.die(place.train(1, 2, durable=1000))
+    with monkeypatch.context() as patch:
+        patch.setattr("bcp.tiers.folder.fallocate", full)
+        step, run = place.resumed(tiers=tiers)
+        assert step == 2
+        NodeFolder(place.memory).leave_behind("")
+        for path in place.memory.glob("*/*.safetensors"):
+            path.unlink()
+        for step in (3, 4, 5):
+            place.training.set(step)
+            run.maybe_save(step)
+        run.close()
+    assert place.committed() == [3, 4, 5]
+    assert not NodeFolder(place.memory).data_files()
+    step, run = place.resumed()
+    assert (step, run.resumed.hosts) == (5, 0)
+    place.die(run)
+
+
+def test_a_save_to_storage_in_the_place_of_a_snapshot_is_caught_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage has failed, too. The next save is durable in its place."""
+    tiers = bcp.Tiers(folder=place.memory, agent="external", on_full="durable")
+    with agent(place.memory, place.store):
+        run = place.train(1, 2, tiers=tiers, durable=3, tolerate=1, keep=policies.Everything())
+
+        async def down(*_: object, **__: object) -> None:
+            raise StorageError("storage is down")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("bcp.tiers.folder.fallocate", full)
+            patch.setattr("bcp.runs.keeper.Keeper.begin", down)
+            shutil.rmtree(place.memory / "model")
+            pending = run.maybe_save(3)
+            assert pending is not None
+            with pytest.raises(StorageError, match="storage is down"):
+                pending.wait()
+        for step in (4, 5):
+            run.maybe_save(step)
+        until(lambda: place.committed() == [4], "step 4 takes the place of step 3")
+        run.close()
+    assert place.committed() == [4, 5]
+    assert [step for step, _ in place.failures] == [3]
 
 
 def test_a_folder_of_another_run_is_refused_until_all_of_it_has_ended(place: Place, tmp_path: Path) -> None:

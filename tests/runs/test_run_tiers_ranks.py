@@ -30,6 +30,7 @@ from bcp.errors import PeerError, StorageError
 from bcp.format.metadata import METADATA_KEY
 from bcp.tiers.digests import digested
 from bcp.tiers.folder import NodeFolder
+from bcp.tiers.notes import FullError
 
 WIDTH = 24
 SECONDS = 240.0
@@ -182,6 +183,39 @@ def test_a_snapshot_on_a_host_without_an_agent_is_not_given_up(ranks4: Ranks, ro
         assert "its agent serves no other host: start it with --listen" in words
         assert "The snapshot may be whole, and stays" in words
     assert ranks4.run(trained, root, 1, (0, 0, 1, 1)) == [(3, 2)] * 4
+
+
+def trained_without_room(root: Path, steps: int) -> str:
+    """Train on a host of which one rank gets no room in the last step; return the place of this step."""
+    tiers = bcp.Tiers(folder=root / "node-0", node="n0", on_full="durable")
+    states = make_states("sharded")
+    run = bcp.Run(root / "run", states, save=1, durable=1000, tiers=tiers)
+    assert run.resume() == 0
+    for step in range(1, steps + 1):
+        set_to(states["model"], step)
+        states["extra_states"]["step"] = step
+        with pytest.MonkeyPatch.context() as patch:
+            if step == steps and dist.get_rank() == 2:
+                patch.setattr("bcp.tiers.memory.TierMemory.begin", no_room)
+            pending = run.maybe_save(step)
+            assert pending is not None
+            pending.released()
+    dist.barrier()
+    with pytest.raises(ZeroDivisionError), run:
+        raise ZeroDivisionError
+    return pending.wait().path
+
+
+def no_room(*_: object) -> None:
+    raise FullError("7 of 9 bytes left, and the snapshot of rank 2 needs 8 more")
+
+
+def test_all_ranks_save_to_storage_if_one_has_no_room(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
+    """They go on from there in another layout."""
+    assert ranks4.run(trained_without_room, root, 3) == [f"{root}/run/step-00000003"] * 4
+    assert committed(root)[-1] == 3
+    kill_agents(root / "node-0")
+    assert ranks3.run(trained, root, 1, (0, 0, 1)) == [(3, 0)] * 3
 
 
 def empty(root: Path) -> None:

@@ -130,6 +130,16 @@ def test_nothing_but_files_of_snapshots_is_served(key: str, peer: PeerMemory) ->
         read(peer, key, 0, 1)
 
 
+def test_a_file_that_has_gone_before_its_digest_is_told_as_damage(folder: NodeFolder, peer: PeerMemory) -> None:
+    """An error of the connection would look like a host that does not answer."""
+    [mark, _] = marks_of(folder)
+    for path in folder.root.glob("receipts/*"):
+        path.unlink()
+    folder.data_files()[mark][0].unlink()
+    with pytest.raises(CorruptError, match="has gone from"):
+        asyncio.run(peer.get(f"receipts/{mark.name}.arrow"))
+
+
 def test_a_link_in_the_place_of_a_file_is_not_followed(folder: NodeFolder, peer: PeerMemory, tmp_path: Path) -> None:
     key = files(folder)[0]
     (tmp_path / "secret").write_bytes(b"secret")
