@@ -6,8 +6,10 @@ import argparse
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import anyio
 from bcp.agent.loop import Agent
 from bcp.agent.serve import serving
 from bcp.backends.local import fixed
-from bcp.errors import InputError, StorageError
+from bcp.errors import BcpError, InputError, StorageError
 from bcp.tiers.folder import NodeFolder
 
 __all__ = ["ALREADY_SERVED", "serve"]
@@ -29,6 +31,9 @@ ALREADY_SERVED = 3
 """Exit code of an agent whose host has one already."""
 
 NICE = 10
+
+LOOK_SECONDS, LEAVE_SECONDS = 1.0, 5.0
+"""For an agent that makes way for another one: between two looks, and for the end of its uploads."""
 
 
 def _options(path: Path | None) -> Mapping[str, Any] | None:
@@ -73,6 +78,7 @@ def _serve(arguments: argparse.Namespace, folder: NodeFolder) -> int:
             sys.stderr.write(f"there is an agent for {arguments.folder} already\n")
             return ALREADY_SERVED
         folder.check_run(durable)
+        folder.put_way(arguments.spawned)
         agent = Agent(
             folder,
             durable,
@@ -83,8 +89,18 @@ def _serve(arguments: argparse.Namespace, folder: NodeFolder) -> int:
             patience_seconds=arguments.patience,
             linger_seconds=arguments.linger,
         )
+        threading.Thread(target=_end_at_last, args=[folder], name="bcp agent's end", daemon=True).start()
         while True:
             with _listening(folder, arguments.listen):
                 anyio.run(agent.run)
-            if folder.leave_serving(lock):
+            if folder.is_to_leave() or folder.leave_serving(lock):
                 return 0
+
+
+def _end_at_last(folder: NodeFolder) -> None:
+    """End this process if it was asked to leave, and one of its threads hangs in storage. Blocks."""
+    with suppress(BcpError):  # the folder has gone
+        while not folder.is_to_leave():
+            time.sleep(LOOK_SECONDS)
+        time.sleep(LEAVE_SECONDS)
+        os._exit(0)

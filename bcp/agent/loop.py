@@ -86,12 +86,14 @@ class Agent:
     async def run(self) -> None:
         """Serve until the trainers have ended and their newest snapshot is durable, or for ``linger_seconds`` longer.
 
-        It waits as long for the first trainer.
+        It waits as long for the first trainer. An agent that is to make way for another one gives up what it is doing,
+        as by a kill: the other one repeats it.
         """
         store = await in_thread(resolve, self.durable, self.storage_options)
         try:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._copier.run)
+                group.start_soon(self._leave, group.cancel_scope)
                 await self._drain_all(store)
                 group.cancel_scope.cancel()
             if await in_thread(self.folder.is_finished):
@@ -99,6 +101,12 @@ class Agent:
         finally:
             with anyio.CancelScope(shield=True):
                 await store.aclose()
+
+    async def _leave(self, scope: anyio.CancelScope) -> None:
+        """End the agent's work once it was asked to leave."""
+        while not await in_thread(self.folder.is_to_leave):  # noqa: ASYNC110 -- trainers write a file
+            await anyio.sleep(self.poll_seconds)
+        scope.cancel()
 
     async def _drain_all(self, store: Backend) -> None:
         alone_since, has_seen = time.monotonic(), False

@@ -34,6 +34,7 @@ __all__ = [
 ENDED, WANTED, COPIES, COPIED = "ended", "wanted", "copies", "copied"
 NOTE_DIRECTORIES = ENDED, WANTED, COPIES, COPIED
 TOKEN, ADDRESS, PORT, RUN, SOURCES, FINISHED = "token", "address", "port", "run", "sources", "finished"
+WAY, LEAVING = "way", "leaving"
 NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
 
 COPYING, STORING = "trouble-copying", "trouble-storing"
@@ -129,6 +130,25 @@ class Notes:
         """Keep the port for the next agent: other hosts know it."""
         with told(self.root / PORT):
             write_small(self.root / PORT, str(port).encode())
+
+    def way(self) -> str:
+        """Return how the agent of this host was started, as a digest; empty if no trainer has started it."""
+        return self._small(WAY).decode(errors="replace")
+
+    def put_way(self, way: str) -> None:
+        """Say how the agent was started. Nobody has asked this one to leave yet."""
+        with told(self.root / WAY):
+            (self.root / LEAVING).unlink(missing_ok=True)
+            write_small(self.root / WAY, way.encode(), 0o600)
+
+    def ask_to_leave(self, way: str) -> None:
+        """Ask an agent that was started this way to end."""
+        with told(self.root / LEAVING):
+            write_small(self.root / LEAVING, way.encode(), 0o600)
+
+    def is_to_leave(self) -> bool:
+        """Whether the agent that was started last was asked to end."""
+        return (self.root / LEAVING).exists() and self._small(LEAVING) == self._small(WAY)
 
     # -- whose memory it is ------------------------------------------------------------------------
 

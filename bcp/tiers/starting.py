@@ -1,4 +1,8 @@
-"""Start the agent of a host, unless it runs already. It belongs to no process group of the trainers."""
+"""Start the agent of a host, unless it runs already. It belongs to no process group of the trainers.
+
+An agent that an earlier life of the job has started goes on for this one, if it would be started alike. Otherwise it
+makes way: storage options with old credentials, say, would keep snapshots from storage.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from bcp._log import log
+from bcp._version import __version__
 from bcp.errors import InputError, StorageError
 from bcp.tiers.folder import NodeFolder
 
@@ -36,6 +43,9 @@ def start_agent(
 ) -> None:
     """Start the agent of this host; return when it serves. Of several processes that call this, one starts it. Blocks.
 
+    An agent that was started otherwise, by an earlier life of the job, is replaced. One that nobody of the job has
+    started stays.
+
     Args:
         folder: the memory of this host.
         durable: path or URL of the durable root.
@@ -50,14 +60,19 @@ def start_agent(
 
     """
     until = time.monotonic() + START_SECONDS
-    while not _serves(folder):
+    words = [str(folder.root), durable, "--node", node, "--listen", listen]
+    words += [] if pace is None else ["--pace", str(pace)]
+    text = _as_json(options)
+    way = sha256("\n".join((__version__, *words, text)).encode(errors="surrogateescape")).hexdigest()
+    while not _serves(folder) or folder.way() not in ("", way):
         with folder.starting() as is_first:
+            if is_first and folder.is_served() and folder.way() not in ("", way):
+                log.info("an agent that was started otherwise makes way for another one", folder=str(folder.root))
+                _replace(folder, folder.way(), until)
             if is_first and not folder.is_served():
                 folder.put_address("")  # that of an agent which was killed
-                words = ["--node", node, "--listen", listen]
-                words += [] if pace is None else ["--pace", str(pace)]
-                words += ["--storage-options", str(_stored(folder, options))] if options else []
-                _await(folder, _spawned(folder, durable, words), until)
+                more = ["--storage-options", str(_stored(folder, text))] if text else []
+                _await(folder, _Started(_spawned(["--spawned", way, *words, *more], folder.root / LOG)), until)
         if time.monotonic() > until:
             raise StorageError(f"the agent of {folder.root} does not serve after {START_SECONDS:.0f} s")
         time.sleep(NAP_SECONDS)
@@ -84,32 +99,63 @@ def _serves(folder: NodeFolder) -> bool:
     return folder.is_served() and bool(folder.address())
 
 
-def _await(folder: NodeFolder, pid: int, until: float) -> None:
+class _Started:
+    """A process that this one has started. It leaves no zombie, whenever it ends.
+
+    Attributes:
+        pid: its id.
+        ended: set when it has ended.
+        what: how it has ended.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.what, self.ended = pid, "has ended", threading.Event()
+        threading.Thread(target=self._reap, name="bcp agent's end", daemon=True).start()
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):  # somebody else waits for all children of this process, or ignores them
+            _, status = os.waitpid(self.pid, 0)
+            self.what = f"has ended with {os.waitstatus_to_exitcode(status)}"
+        self.ended.set()
+
+    def kill(self) -> None:
+        if not self.ended.is_set():
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.ended.wait()
+
+
+def _await(folder: NodeFolder, started: _Started, until: float) -> None:
     """Wait until the agent serves. Raises StorageError, with its own words, if it does not."""
     while not _serves(folder):
-        try:
-            has_ended, status = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:  # this process ignores the ends of its children
-            has_ended, status = 0, 0
+        has_ended = started.ended.wait(NAP_SECONDS)
         if has_ended or time.monotonic() > until:
-            what = f"has ended with {os.waitstatus_to_exitcode(status)}" if has_ended else "does not serve"
-            if not has_ended:
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
+            started.kill()
             words = (folder.root / LOG).read_text(errors="replace")[-SHOWN:].strip()
+            what = started.what if has_ended else "does not serve"
             raise StorageError(f"the agent of {folder.root} {what}: {words or 'it has said nothing'}")
+
+
+def _replace(folder: NodeFolder, way: str, until: float) -> None:
+    """Ask an agent to leave, and wait until it has left. Raises StorageError if it does not."""
+    while folder.is_served() and folder.way() == way:
+        if not folder.is_to_leave():  # its parent may have started it again meanwhile
+            folder.ask_to_leave(way)
+        if time.monotonic() > until:
+            raise StorageError(
+                f"the agent of {folder.root} was started with other settings by an earlier life of this job, and does "
+                "not end: kill it"
+            )
         time.sleep(NAP_SECONDS)
 
 
-def _spawned(folder: NodeFolder, durable: str, words: Sequence[str]) -> int:
+def _spawned(words: Sequence[str], output: Path) -> int:
     """Start the process, in a session of its own; return its id."""
-    command = [sys.executable, "-P", "-m", "bcp.agent", "--spawned", str(folder.root), durable, *words]
-    log = str(folder.root / LOG)
+    command = [sys.executable, "-P", "-m", "bcp.agent", *words]
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_OPEN, 1, log, flags, 0o600),
+        (os.POSIX_SPAWN_OPEN, 1, str(output), flags, 0o600),
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
     return os.posix_spawn(sys.executable, command, _environment(), file_actions=actions, setsid=True)
@@ -122,16 +168,22 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _stored(folder: NodeFolder, options: Mapping[str, Any]) -> Path:
-    """Store options of storage, which may have secrets, for this user alone."""
-    path = folder.root / OPTIONS
+def _as_json(options: Mapping[str, Any] | None) -> str:
+    """Return options of storage as JSON; an empty text for none. Raises InputError if they are none."""
+    if not options:
+        return ""
     try:
-        text = json.dumps(dict(options))
+        return json.dumps(dict(options), sort_keys=True)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"storage_options={sorted(options)} go to the agents of tiers as JSON, and are none: {error}. Pass texts "
             "and numbers, or run the agents yourself (agent='external')"
         ) from error
+
+
+def _stored(folder: NodeFolder, text: str) -> Path:
+    """Store options of storage, which may have secrets, for this user alone."""
+    path = folder.root / OPTIONS
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(fd, "w") as file:  # noqa: PTH123 -- a descriptor
