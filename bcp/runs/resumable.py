@@ -175,7 +175,8 @@ class ResumableRun(MarkedRun):
         Raises:
             RunTakenError: the folder belongs to another run.
             CorruptError: there are checkpoints, and all that were tried are damaged.
-            StorageError: no checkpoint loads, and one that cannot be read may be whole.
+            StorageError: no checkpoint loads, and one that cannot be read may be whole. Or a host with files of a newer
+                snapshot in memory does not answer.
             MismatchError: the states are not those of the checkpoint. Older checkpoints are not tried.
             NotACheckpointError: there is no checkpoint of ``step``.
             UncommittedError: the checkpoint of ``step`` is not committed.

@@ -201,6 +201,7 @@ class Tiered:
             memory.live = frozenset({found.operation})
             memory.promised = "" if settled.durable else found.operation
         await self.forget_found()
+        self._memories = None
         return settled
 
     def _left(self, found: Found | None) -> LeftBehind:

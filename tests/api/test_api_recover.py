@@ -252,6 +252,19 @@ def test_a_flipped_bit_in_the_only_copy_is_named(hosts: Hosts) -> None:
         hosts.load(hosts.find((0, 1)))
 
 
+def test_storage_that_fails_is_no_damage(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have the block: somebody has to look again."""
+    kept = hosts.train(4)
+    hosts.find((0, 1))  # all is digested
+    hosts.copy(1, 0, kept[4])
+    flip(hosts.folders[0], kept[4], 1)
+    silent = CountingBackend(LocalBackend(hosts.root / "run"))
+    silent.before = _refuse  # type: ignore[method-assign]  # each call
+    monkeypatch.setattr(hosts, "durable", lambda _: silent)
+    with pytest.raises(StorageError, match=r"this host: bytes .*; storage: no route to host"):
+        hosts.load(hosts.find((0,)))
+
+
 def test_a_file_that_is_missing_before_its_digest_makes_the_host_useless(hosts: Hosts) -> None:
     kept = hosts.train(3, 4)
     for path in hosts.folders[1].data_files()[Mark(kept[4], 2)]:

@@ -23,6 +23,7 @@ from bcp.tiers.digests import digested
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
 from bcp.tiers.notes import Mark
+from bcp.tiers.starting import await_agent
 
 
 class Training:
@@ -378,6 +379,26 @@ def test_a_run_whose_snapshots_are_all_damaged_does_not_begin_anew(place: Place)
     run = place.run(Training())
     assert run.resume(fresh=True) == 0
     place.die(run)
+
+
+def test_a_chosen_snapshot_that_is_damaged_is_passed_over_by_the_next_choice(place: Place) -> None:
+    place.die(place.train(1, 3, durable=1000))
+    place.digest()
+    training = Training()
+    run = place.run(training)
+    assert run.choose({}) == 3
+    place.flip(place.newest()[0])
+    with pytest.raises(CorruptError, match="cannot be read from memory"):
+        run.resume()
+    assert run.choose({}) == 2
+    assert run.resume() == training.step == 2
+    assert [choice.step for choice in run.resumed.passed_over] == [3]
+    place.die(run)
+
+
+def test_an_agent_that_does_not_come_is_told(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    await_agent(NodeFolder(place.store.parent / "memory"), 0.01)
+    assert "no agent lets other hosts read the snapshots of this one: start it with --listen" in caplog.text
 
 
 def trained(step: int) -> Training:
