@@ -62,10 +62,11 @@ test-busy: venv  ## Run the tests beside two busy loops a core: no test may depe
 test-random: venv  ## Run the tests in a random order of files and tests; SEED=... repeats one.
 	$(BIN)/python -m pytest --shuffle=$(SEED) $(ARGS)
 
-soak: venv  ## Try many more random cases, and kill a job of torchrun 25 times; about an hour.
+soak: venv  ## Try many more random cases, and kill jobs 225 times at random; about two hours, needs root.
 	$(BIN)/python -m pytest -m hypothesis --examples=20 tests/unit tests/distributed $(ARGS)
 	PYTHONPATH=.:tests/support:tests/device $(BIN)/python tests/device/test_random.py --cases 1000
 	$(BIN)/python -m benchmarks.soak --check
+	$(BIN)/python -m benchmarks.chaos_tiers --check
 
 mutants: venv  ## Change 40 lines of bcp by chance, one at a time, and count the changes that tests notice; an hour, writes mutants-out/.
 	$(BIN)/python tests/mutants/mutants.py --map mutants-out/map.json $(ARGS)
