@@ -10,17 +10,22 @@ __all__ = ["offered"]
 
 
 def offered(folder: NodeFolder) -> Offered:
-    """Return the newest own snapshot of a host that is to be copied, once all of its ranks have marked it. Blocks."""
+    """Return the newest own snapshot of a host that is to be copied, once all of its ranks have marked it. Blocks.
+
+    Trainers choose it, or have gone on from it: then all ranks have marked it, in whatever layout.
+    """
     copies, ended, living = folder.copies(), folder.ended(), {*folder.members()}
+    wanted = folder.wanted() - ended.keys()
     own = {mark: age for mark, age in folder.ages().items() if mark not in copies}
     begun: dict[str, float] = {}
     for mark, age in own.items():
         begun[mark.operation] = max(age, begun.get(mark.operation, 0.0))
     for each in sorted(begun, key=lambda each: -begun[each]):
         marks = sorted(mark for mark in own if mark.operation == each)
-        if ended.get(each) == LEFT or not living <= {mark.rank for mark in marks}:
+        is_whole = each in wanted or living <= {mark.rank for mark in marks}
+        if ended.get(each) == LEFT or not is_whole:
             continue  # others of this host are about to mark it
         with folder.holding(marks[0]) as held:
-            if held is not None and held.intent.copied:
+            if held is not None and (held.intent.copied or each in wanted):
                 return Offered(each, tuple(mark.rank for mark in marks))
     return Offered("")

@@ -25,7 +25,7 @@ from bcp.agent.serve import MemoryServer, serving
 from bcp.backends import LocalBackend
 from bcp.tiers.digests import digested
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import LEFT, Mark, Noted
+from bcp.tiers.notes import COMMITTED, LEFT, Mark, Noted
 from bcp.tiers.recovery import Hosts
 
 TOKEN = b"the token of this job"
@@ -110,6 +110,28 @@ def test_a_snapshot_is_offered_once_all_ranks_of_its_host_have_marked_it(two: Tw
     late.close()
     assert two.fetch()
     assert two.copied() == [1]
+
+
+def test_the_snapshot_that_a_job_goes_on_from_is_copied_whatever_its_save_has_planned(two: Two) -> None:
+    """All copied ones before it are given up. Ranks of this life may have other numbers than its files."""
+    two.keep(1)
+    second = two.keep(2, copied=False)
+    two.source.end(two.operations[1], LEFT)
+    two.source.want(second)
+    with two.source.arranging():
+        member = two.source.join(7)
+    assert two.fetch()
+    assert two.copied() == [2]
+    assert two.source.is_copied(second, 1)
+    member.close()
+
+
+def test_a_durable_snapshot_is_not_copied_because_a_job_goes_on_from_it(two: Two) -> None:
+    second = two.keep(2, copied=False)
+    two.source.want(second)
+    two.source.end(second, COMMITTED)
+    assert two.fetch()
+    assert two.copied() == []
 
 
 def test_copies_do_not_make_a_snapshot_newer(two: Two) -> None:
