@@ -197,6 +197,7 @@ class Copier:
         own = {mark.operation: age for mark, age in ages.items()}
         is_marked = {mark for mark in copies if self.folder.is_marked(mark)}
         needed = {*needed_operations(copies, is_marked, self.folder.sources().nodes, own), self._rescued}
+        needed |= self.folder.wanted() - self.folder.ended().keys()  # a job goes on from it, and storage has it not
         old = [mark for mark in copies if mark.operation not in needed and self.folder.take(mark)]
         return [path for mark in old for path in there.get(mark, ())]
 

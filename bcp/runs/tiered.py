@@ -82,6 +82,7 @@ class Tiered:
         self._memory: TierMemory | None = None
         self._has_told, self._listen = False, ""
         self._memories: Memories | None = None
+        self._sources = Sources((), ())
         self.found: Found | None = None
         self.branch = ""
         self._watch = Watch("load", shown(url), observe=options.observe)
@@ -103,11 +104,9 @@ class Tiered:
         patience = 2 * self._options.timeout  # a rank may wait for its agent as long as that
         self._memories = await find_whole(ranks, opened, self._node, patience, branch)
         hosts = self._memories.hosts
-        sources = self._sources(hosts)
-        await in_thread(self._joined.folder.put_sources, sources)
-        self._joined.copies = len(sources.nodes)
+        self._sources = self._chosen(hosts)
         if ranks.rank == 0:
-            self._tell(hosts, len(sources.nodes))
+            self._tell(hosts, len(self._sources.nodes))
 
     @property
     def snapshots(self) -> Sequence[Snapshot]:
@@ -127,7 +126,7 @@ class Tiered:
             self.found = await self._memories.open(operation, self._durable_at)
         return self.found
 
-    def _sources(self, hosts: Hosts) -> Sources:
+    def _chosen(self, hosts: Hosts) -> Sources:
         """Return the hosts whose snapshots this one copies, or keeps the parity of."""
         tiers = self._tiers
         if tiers.parity is not None:
@@ -209,6 +208,8 @@ class Tiered:
         if found is not None:
             folder.want(found.operation)
         left = folder.leave_behind(found.operation if found is not None else "")
+        folder.put_sources(self._sources)  # not before: ranks were still loading the copies of a lost host
+        self._joined.copies = len(self._sources.nodes)
         from_storage = 0 if found is None else found.storage.read_nbytes[STORAGE]
         return LeftBehind(tuple(each.place for each in left), tuple(each.operation for each in left), from_storage)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import bcp
 from bcp import policies
+from bcp._messages.tiers import Sources
 from bcp.errors import CorruptError, InputError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_metadata
 from bcp.runtime.threads import in_thread
@@ -132,6 +133,39 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
+
+
+class Witness:
+    """A state that notes whose snapshots its host is to copy while it is loaded."""
+
+    def __init__(self, memory: Path) -> None:
+        self.memory, self.seen = memory, list[Sources]()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": 1}
+
+    def load_state_dict(self, _: dict[str, int]) -> None:
+        self.seen.append(NodeFolder(self.memory).sources())
+
+
+def test_a_host_copies_others_than_before_once_the_snapshot_is_loaded(place: Place) -> None:
+    """Copies of a host that is lost are needed no more then: until then they are what the ranks load."""
+    witness, before = Witness(place.memory), Sources(("lost",), ("127.0.0.1:1",))
+    states: dict[str, Any] = {"extra_states": {"witness": witness}}
+    tiers = bcp.Tiers(folder=place.memory, agent="external")
+    run = bcp.Run(place.store, states, save=1, durable=100, tiers=tiers)
+    assert run.resume() == 0
+    pending = run.maybe_save(1)
+    assert pending is not None
+    pending.released()
+    place.die(run)
+    NodeFolder(place.memory).put_sources(before)
+    run = bcp.Run(place.store, states, save=1, durable=100, tiers=tiers)
+    assert run.resume() == 1
+    assert run.resumed.hosts == 1
+    assert witness.seen == [before]
+    assert NodeFolder(place.memory).sources() == Sources((), ())
+    place.die(run)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,21 @@ def test_the_snapshot_that_a_job_goes_on_from_is_copied_whatever_its_save_has_pl
     member.close()
 
 
+def test_copies_of_a_lost_host_stay_until_storage_has_the_snapshot_that_a_job_goes_on_from(two: Two) -> None:
+    first = two.keep(1)
+    assert two.fetch()
+    os.utime(two.folder.root / "copies" / Mark(first, 0).name, (1, 1))
+    two.folder.put_sources(Sources((), ()))
+    two.folder.want(first)
+    for step in (2, 3, 4):
+        two.keep(step)
+    two.copier._tidy()
+    assert two.copied() == [1]
+    two.folder.end(first, COMMITTED)
+    two.copier._tidy()
+    assert two.copied() == []
+
+
 def test_a_durable_snapshot_is_not_copied_because_a_job_goes_on_from_it(two: Two) -> None:
     second = two.keep(2, copied=False)
     two.source.want(second)
