@@ -139,7 +139,7 @@ class ParityKeeper:
         copies = self.folder.copies()
         own = {mark.operation: age for mark, age in self.folder.ages().items() if mark not in copies}
         for operation, age in stripes.items():
-            if sum(other > age for other in own.values()) >= KEPT:
+            if sum(other > age for other in own.values()) >= KEPT and operation not in self._waited_for():
                 self.folder.parity.give_back(operation)
 
     def _tell(self, name: str, error: Exception) -> None:
@@ -221,7 +221,11 @@ class ParityKeeper:
         ages, ended = self.folder.parity.ages(), self.folder.ended()
         whole = sorted((each for each in ages if ended.get(each) != LEFT), key=lambda each: -ages[each])
         kept = [operation, *(each for each in whole if each != operation)] if operation else whole
-        return self.folder.parity.operations() - {*kept[:KEPT]}
+        return self.folder.parity.operations() - {*kept[:KEPT], *self._waited_for()}
+
+    def _waited_for(self) -> set[str]:
+        """Return the snapshots that a job has gone on from, and that storage has not yet. Blocks."""
+        return self.folder.wanted() - self.folder.ended().keys()
 
     def _tidy(self) -> None:
         """Give back the memory of stripes that are not needed any more. Blocks."""

@@ -29,7 +29,7 @@ from bcp.plan.parity import Row
 from bcp.protocols import Backend
 from bcp.tiers.digests import digested
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import COPYING, LEFT, Mark
+from bcp.tiers.notes import COMMITTED, COPYING, LEFT, Mark
 from bcp.tiers.packing import unpacked
 from bcp.tiers.parity import Rebuilt
 from bcp.tiers.parity_files import operation_in
@@ -176,6 +176,23 @@ def test_memory_of_old_stripes_is_used_again(group: Group) -> None:
     assert known == {group.operations[4], group.operations[5]}
 
 
+def test_a_snapshot_that_a_job_goes_on_from_keeps_its_stripes_until_storage_has_it(group: Group) -> None:
+    first = group.keep(1)
+    group.round()
+    for folder in group.folders:
+        folder.want(first)
+    for step in (2, 3, 4):
+        group.keep(step)
+        group.round()
+        assert group.have(0)[0] == 1
+        group.check(1, 2)
+    for folder in group.folders:
+        folder.end(first, COMMITTED)
+    group.keep(5)
+    group.round()
+    assert group.have(0) == [4, 5]
+
+
 def test_stripes_of_another_size_leave_nothing_behind(group: Group) -> None:
     for step, numel in enumerate((300_000, 300_000, 500, 900_000, 500), 1):
         group.keep(step, numel=numel)
@@ -289,8 +306,11 @@ def test_a_run_without_parity_gives_stripes_back(group: Group) -> None:
     group.round()
     group.folders[0].put_sources(Sources((), ()))
     later = max(group.folders[0].parity.ages().values())
-    for step in (2, 3):
+    group.folders[0].want(group.operations[1])
+    for step in (2, 3, 4):
         assert group.have(0) == [1]
+        if step == 4:
+            group.folders[0].end(group.operations[1], COMMITTED)
         operation = group.keep(step)
         for rank in group.ranks[0]:
             os.utime(group.folders[0].root / "intents" / Mark(operation, rank).name, (later + step, later + step))
