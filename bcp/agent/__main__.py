@@ -37,7 +37,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--poll", type=float, default=0.5, metavar="SECONDS", help="how often to look for snapshots")
     parser.add_argument("--patience", type=float, default=30.0, metavar="SECONDS", help="how long to wait for others")
     parser.add_argument("--linger", type=float, default=3600.0, metavar="SECONDS", help="how long to outlive trainers")
-    parser.add_argument("--spawned", default="", metavar="WAY", help=argparse.SUPPRESS)
+    parser.add_argument("--spawned", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser
 

@@ -21,6 +21,7 @@ from bcp.agent.serve import serving
 from bcp.backends.local import fixed
 from bcp.errors import BcpError, InputError, StorageError
 from bcp.tiers.folder import NodeFolder
+from bcp.tiers.starting import way_of
 
 __all__ = ["ALREADY_SERVED", "serve"]
 
@@ -36,17 +37,17 @@ LOOK_SECONDS, LEAVE_SECONDS = 1.0, 5.0
 """For an agent that makes way for another one: between two looks, and for the end of its uploads."""
 
 
-def _options(path: Path | None) -> Mapping[str, Any] | None:
-    """Read the options of the storage. Raises InputError if the file is no JSON object."""
+def _options(path: Path | None) -> tuple[str, Mapping[str, Any] | None]:
+    """Read the options of the storage, as a text and decoded. Raises InputError if the file is no JSON object."""
     if path is None:
-        return None
+        return "", None
     try:
-        options = json.loads(path.read_text())
+        options = json.loads(text := path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"--storage-options {path} cannot be read as JSON: {error}") from error
     if not isinstance(options, dict):
         raise InputError(f"--storage-options {path} has a {type(options).__name__}; write an object, as {{}}")
-    return options
+    return text, options
 
 
 @contextmanager
@@ -78,12 +79,14 @@ def _serve(arguments: argparse.Namespace, folder: NodeFolder) -> int:
             sys.stderr.write(f"there is an agent for {arguments.folder} already\n")
             return ALREADY_SERVED
         folder.check_run(durable)
-        folder.put_way(arguments.spawned)
+        text, options = _options(arguments.storage_options)
+        way = way_of(arguments.durable, arguments.node, arguments.listen, arguments.pace, text)
+        folder.put_way(way if arguments.spawned else "")
         agent = Agent(
             folder,
             durable,
             sha256(arguments.node.encode()).hexdigest()[:16],
-            storage_options=_options(arguments.storage_options),
+            storage_options=options,
             pace=arguments.pace,
             poll_seconds=arguments.poll,
             patience_seconds=arguments.patience,

@@ -23,7 +23,7 @@ from bcp._version import __version__
 from bcp.errors import InputError, StorageError
 from bcp.tiers.folder import NodeFolder
 
-__all__ = ["await_agent", "start_agent"]
+__all__ = ["await_agent", "start_agent", "way_of"]
 
 START_SECONDS = 60.0
 """For a process that imports no torch, on a host whose cores are all taken."""
@@ -59,11 +59,10 @@ def start_agent(
         StorageError: the agent has not come up.
 
     """
-    until = time.monotonic() + START_SECONDS
+    until, text = time.monotonic() + START_SECONDS, _as_json(options)
     words = [str(folder.root), durable, "--node", node, "--listen", listen]
     words += [] if pace is None else ["--pace", str(pace)]
-    text = _as_json(options)
-    way = sha256("\n".join((__version__, *words, text)).encode(errors="surrogateescape")).hexdigest()
+    way = way_of(durable, node, listen, pace, text)
     while not _serves(folder) or folder.way() not in ("", way):
         with folder.starting() as is_first:
             if is_first and folder.is_served() and folder.way() not in ("", way):
@@ -72,10 +71,29 @@ def start_agent(
             if is_first and not folder.is_served():
                 folder.put_address("")  # that of an agent which was killed
                 more = ["--storage-options", str(_stored(folder, text))] if text else []
-                _await(folder, _Started(_spawned(["--spawned", way, *words, *more], folder.root / LOG)), until)
+                _await(folder, _Started(_spawned(["--spawned", *words, *more], folder.root / LOG)), until)
         if time.monotonic() > until:
             raise StorageError(f"the agent of {folder.root} does not serve after {START_SECONDS:.0f} s")
         time.sleep(NAP_SECONDS)
+
+
+def way_of(durable: str, node: str, listen: str, pace: float | None, options: str) -> str:
+    """Return a digest of the settings of an agent, and of the version of bcp.
+
+    Args:
+        durable: path or URL of the durable root.
+        node: name of the host.
+        listen: where other hosts read.
+        pace: bytes a second that it copies from other hosts; None for no limit.
+        options: of the storage, as JSON; empty for none.
+
+    Example:
+        >>> way_of("/ckpt", "n0", "", 1, "") == way_of("/ckpt", "n0", "", 1.0, "")
+        True
+
+    """
+    words = (__version__, durable, node, listen, repr(None if pace is None else float(pace)), options)
+    return sha256("\n".join(words).encode(errors="surrogateescape")).hexdigest()
 
 
 def await_agent(folder: NodeFolder, seconds: float) -> None:
