@@ -109,7 +109,7 @@ class CooledBackend:
         """
         self.hot = hot
         self._find, self._closes = side, closes
-        self._found: dict[str, OpenPlace] = {}
+        self._found: dict[str, tuple[OpenPlace, Backend]] = {}
 
     def __repr__(self) -> str:
         return repr(self.hot)
@@ -117,8 +117,8 @@ class CooledBackend:
     @property
     def retry_count(self) -> int:
         """How many requests both sides have made again."""
-        places = {id(place): place for place in self._found.values()}
-        return retries_of(self.hot) + sum(retries_of(place.backend) for place in places.values())
+        places = {id(place.backend): place.backend for place, _ in self._found.values()}
+        return retries_of(self.hot) + sum(map(retries_of, places.values()))
 
     @property
     def at_once(self) -> int:
@@ -165,9 +165,9 @@ class CooledBackend:
 
         """
         infos: dict[str, ObjectInfo] = {}
-        for place in await self._places(again=again):
+        for place, folder in await self._cold(again=again):
             await place.check()
-            for info in await place.folder(await self._name()).list():
+            for info in await folder.list():
                 key = hot_name(info.key)
                 if is_data_file(key):
                     infos.setdefault(key, ObjectInfo(key, info.nbytes, info.modified))
@@ -179,9 +179,9 @@ class CooledBackend:
         Copies in the cold place of another run stay: the folder here is a copy of that run's.
         """
         chosen = [cold_name(key) for key in keys if is_data_file(key)]
-        for place in await self._places() if chosen else ():
+        for place, folder in await self._cold() if chosen else ():
             if await self._is_own(place):
-                await place.folder(await self._name()).delete(chosen)
+                await folder.delete(chosen)
             else:
                 log.warning(
                     "copies in a cold place stay, for the place is noted for another run. If that run was moved here, "
@@ -241,9 +241,9 @@ class CooledBackend:
         """Read a file where it was found before, then in the folder, then in the cold places."""
         if (known := self._found.get(key)) is not None:
             try:
-                return await read(known.folder(await self._name()), cold_name(key))
+                return await read(known[1], cold_name(key))
             except FileNotFoundError:
-                del self._found[key]
+                self._found.pop(key, None)
         try:
             return await read(self.hot, key)
         except FileNotFoundError:
@@ -252,32 +252,31 @@ class CooledBackend:
             await self._read_cold(key, read)
 
     async def _read_cold(self, key: str, read: Callable[[Backend, str], Awaitable[None]]) -> None:
-        places = await self._places()
-        for place in places:
+        places = await self._cold()
+        for place, folder in places:
             try:
-                await read(place.folder(await self._name()), cold_name(key))
+                await read(folder, cold_name(key))
             except FileNotFoundError:
                 continue
-            self._found[key] = place
+            self._found[key] = place, folder
             return
-        for place in places:
+        for place, _ in places:
             await place.check()  # a place that is not mounted has lost no file
         raise FileNotFoundError(f"{self!r} has no {key}")
 
-    async def _places(self, *, again: bool = True) -> Sequence[OpenPlace]:
+    async def _cold(self, *, again: bool = True) -> Sequence[tuple[OpenPlace, Backend]]:
+        """Return the cold places, and the storage of this checkpoint's copies in each."""
         if not isinstance(self._find, tuple):
             side = await in_thread(self._find)
             if side is None:
                 return ()
             if not isinstance(self._find, tuple):  # else another reader was quicker
                 self._find = side
-        return await self._find[0].of(self._find[1], again=again)
+        places, name = self._find
+        return [(place, place.folder(name)) for place in await places.of(name, again=again)]
 
     async def _is_own(self, place: OpenPlace) -> bool:
         return isinstance(self._find, tuple) and await self._find[0].owns(place)
-
-    async def _name(self) -> str:
-        return self._find[1] if isinstance(self._find, tuple) else ""
 
 
 def cooled_child(run: Backend, name: str, places: ColdPlaces) -> CooledBackend:

@@ -49,7 +49,7 @@ Path = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class CoolResult:
-    """What :func:`bcp.cool` or :func:`bcp.promote` has done with one checkpoint.
+    """The outcome of :func:`bcp.cool` or :func:`bcp.promote` for one checkpoint.
 
     Attributes:
         step: its step.

@@ -32,7 +32,7 @@ __all__ = ["Move", "Moved"]
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a move has done.
+    """The outcome of a move.
 
     Attributes:
         files: number of moved files.

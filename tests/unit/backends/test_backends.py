@@ -3,9 +3,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import anyio
 import pytest
 
 from bcp.backends import LocalBackend, MemoryBackend, child, register, resolve
+from bcp.backends.cold import ColdPlace, ColdPlaces, ColdRecord
+from bcp.backends.cooled import cooled_child
 from bcp.errors import InputError, StorageError
 from bcp.protocols import Backend
 from bcp.testing.backend_suite import BackendSuite
@@ -48,6 +51,29 @@ class TestChild(BackendSuite):
     def reopen(self, backend: Backend) -> Backend:
         assert "whole" in repr(backend)
         return child(MemoryBackend("whole"), "some/where/else")
+
+
+class TestCooledBackend(BackendSuite):
+    """The view of a checkpoint whose run has a cold place."""
+
+    large_part_nbytes = 1000
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        for name in ("hot", "cold"):
+            MemoryBackend.forget(name)
+        anyio.run(self.cool)
+        return self.reopen(MemoryBackend("hot"))
+
+    async def cool(self) -> None:
+        record = ColdRecord((ColdPlace("memory://cold/run", "0" * 16),), frozenset({"step-00000001"}))
+        await MemoryBackend("hot").put("cold.json", record.to_bytes())
+        await MemoryBackend("cold").put("run/cold-of.json", b'{"mark": "0000000000000000", "run": "memory://hot"}')
+
+    def reopen(self, backend: Backend) -> Backend:
+        assert "hot" in repr(backend)
+        places = ColdPlaces(MemoryBackend("hot"), "memory://hot")
+        return cooled_child(MemoryBackend("hot"), "step-00000001", places)
 
 
 class TestCountingBackend(BackendSuite):
