@@ -40,7 +40,7 @@ from bcp.runs.ledger import Ledger
 from bcp.runs.names import step_of, whole_step
 from bcp.runtime.threads import in_thread
 from bcp.tools.calls import Progress, called, counting, ignore_progress
-from bcp.tools.moving import Move
+from bcp.tools.moving import Move, discard, unfinished_of
 
 __all__ = ["CoolResult", "acool", "apromote", "cool", "promote"]
 
@@ -152,9 +152,13 @@ async def acool(
         if not moves and not await run.has(url):
             return []
         place = await run.join(url, {move.name for _, move, _ in moves})
-        await run.sweep(place)
+        left = await unfinished_of(place.backend)
+        gone = await run.sweep(place)
         told = counting(progress, sum(sum(sizes.values()) for _, _, sizes in moves))
-        return [await _cooled(step, replace(move, told=told), place) for step, move, _ in moves]
+        results = [await _cooled(step, replace(move, told=told), place) for step, move, _ in moves]
+        whole = {move.name for (_, move, _), result in zip(moves, results, strict=True) if not result.reason} | gone
+        await discard(place.backend, [each for each in left if each.key.partition(f"{FOLDER_SUFFIX}/")[0] in whole])
+        return results
 
 
 def promote(
@@ -351,13 +355,17 @@ class _Run:
         await change_record(self.folder.backend, self.where, joined)
         return place
 
-    async def sweep(self, place: OpenPlace) -> None:
-        """Delete the copies of checkpoints that are gone: their deletion and a move met, or the move was killed."""
+    async def sweep(self, place: OpenPlace) -> set[str]:
+        """Delete the copies of checkpoints that are gone: their deletion and a move met, or the move was killed.
+
+        Return the names of their folders.
+        """
         leaving = {removal.step for removal in self.ledger.removing}
         known = leaving | {entry.step for entry in self.ledger.entries}
-        for name in await _cold_folders(place):
-            if step_of(name) not in known:
-                await self.move(name).sweep(place)
+        gone = {name for name in await _cold_folders(place) if step_of(name) not in known}
+        for name in sorted(gone):
+            await self.move(name).sweep(place)
+        return gone
 
 
 async def _cold_folders(place: OpenPlace) -> list[str]:

@@ -19,7 +19,7 @@ from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operati
 from bcp.format.receipt import FileReceipt
 from bcp.pipeline import unwrap_stage_errors
 from bcp.plan.layout import named_files
-from bcp.protocols import Backend, Version, at_once_of
+from bcp.protocols import Backend, Sweeper, Unfinished, Version, at_once_of
 from bcp.read.opening import read_metadata
 from bcp.read.receipts import RANKS_AT_ONCE, fetch_receipts, file_of
 from bcp.read.verification import compare
@@ -27,7 +27,7 @@ from bcp.read.windows import windows_of
 from bcp.runtime.threads import in_thread_gc_paused
 from bcp.tools.checked_copy import copy_data_file
 
-__all__ = ["Move", "Moved"]
+__all__ = ["Move", "Moved", "discard", "unfinished_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Move:
         """Copy a file; False if another move has done it, and has deleted the file."""
         try:
             await copy_data_file(self.view.hot, key, cold, cold_name(key), file, self.told)
-        except CorruptError:
+        except (CorruptError, StorageError):
             if key in await self.data_sizes() or not await self._lies_cold(key, file):
                 raise
             return False
@@ -172,7 +172,7 @@ class Move:
         version, metadata = await self._opened()
         if metadata is None:
             return Moved()
-        there = await self.data_sizes()
+        there, left = await self.data_sizes(), await unfinished_of(hot)
         async for key, file in self._data_files(hot, metadata):
             if there.get(key) != file.stored_nbytes:
                 await self._copy_back(hot, key, file)
@@ -182,6 +182,7 @@ class Move:
             if now is None:
                 raise NotACheckpointError(f"{self.path} was deleted while it was promoted; nothing is left to do")
             raise ExistsError(f"another save has committed at {self.path} while it was promoted; nothing is left to do")
+        await discard(hot, [each for each in left if operation_of(each.key) in metadata.commit.operations])
         return Moved(len(self.copied), sum(self.copied.values()))
 
     async def _copy_back(self, hot: Backend, key: str, file: FileReceipt) -> None:
@@ -228,6 +229,17 @@ class Move:
                 for file in receipts[rank].files:
                     if (rank, file.kind) in named:
                         yield file_of(metadata, receipts[rank], file.kind, nbytes.get((rank, file.kind)))
+
+
+async def unfinished_of(backend: Backend) -> Sequence[Unfinished]:
+    """List the unfinished writes that a killed move may have left, if the backend can."""
+    return await backend.unfinished() if isinstance(backend, Sweeper) else ()
+
+
+async def discard(backend: Backend, left: Sequence[Unfinished]) -> None:
+    """Remove unfinished writes of files that are whole now. Another move that is writing one of them finds it whole."""
+    if left and isinstance(backend, Sweeper):
+        await backend.discard(left)
 
 
 async def _wrong(backend: Backend, key: str, file: FileReceipt) -> str:

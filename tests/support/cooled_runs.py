@@ -70,9 +70,20 @@ class Stores:
         self.dies_at: int | None = None
         self.hit: Callable[[str], None] = lambda _: None
         self._fakes = {name: FakeStore() for name in ("hot", "cold")} if objects else None
+        for fake in () if self._fakes is None else self._fakes.values():
+            fake.fail = self._fail
         for name in ("hot", "cold"):
             MemoryBackend.forget(f"cooltest-{name}")
         bcp.backends.register("cooltest", self._opened)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process has died: nothing reaches storage any more, whatever a clean-up tries."""
+        return self.dies_at is not None and len(self.requests) >= self.dies_at
+
+    def _fail(self, _: str) -> None:
+        if self.is_dead:
+            raise Dead
 
     def _opened(self, url: str, **_: object) -> Backend:
         store, _, prefix = url.removeprefix("cooltest://").partition("/")
@@ -89,6 +100,10 @@ class Stores:
             for info in await self.inner(store).list():
                 found[f"{store}/{info.key}"] = bytes(await self.inner(store).get(info.key))
         return found
+
+    def unfinished(self) -> list[str]:
+        """Return the keys of unfinished writes of the cold store."""
+        return [] if self._fakes is None else [upload.key for upload in self._fakes["cold"].uploads.values()]
 
     async def restore(self, contents: Mapping[str, bytes]) -> None:
         """Make both stores what they were; the process lives again."""
@@ -114,6 +129,6 @@ class _Store(CountingBackend):
         if (mine := turn.get()) is not None:
             await mine[0].step(mine[1], what)
         stores.requests.append(what)
-        if stores.dies_at is not None and len(stores.requests) >= stores.dies_at:
-            raise Dead  # nothing reaches storage any more, whatever a clean-up tries
+        if stores.is_dead:
+            raise Dead
         stores.hit(what)

@@ -15,6 +15,7 @@ from cooled_runs import COLD, HOT, OLD, STEPS, Stores, assert_loads, names, stat
 from logs import captured_logs
 
 import bcp
+from bcp.backends.files import temp_path
 from bcp.cli import main
 from bcp.format.metadata import METADATA_KEY
 
@@ -275,6 +276,25 @@ def test_copies_without_a_checkpoint_go_with_the_next_call(run: Path, cold: Path
     assert cooled(run, cold) == []
     assert [path.name for path in cold.iterdir() if path.is_dir() and any(path.iterdir())] == ["step-00000002.cold"]
     assert_loads(run, 2)
+
+
+def test_the_files_of_a_killed_write_go(run: Path, cold: Path) -> None:
+    cooled(run, cold)
+    copy = next((cold / "step-00000001.cold").glob("model*"))
+    remains = Path(temp_path(copy))
+    bcp.promote(run, 1)
+    record = json.loads((run / "cold.json").read_text())
+    (run / "cold.json").write_text(json.dumps({**record, "promoted": {}}))
+    remains.write_bytes(b"half")
+    file = next((run / "step-00000001" / "model").iterdir())
+    assert cooled(run, cold) == [1]
+    assert not remains.exists()
+    file.parent.mkdir(exist_ok=True)
+    half = Path(temp_path(file))
+    half.write_bytes(b"half")
+    bcp.promote(run, 1)
+    assert not half.exists()
+    assert_loads(run, 1)
 
 
 def test_copies_of_a_save_that_was_replaced_go(run: Path, cold: Path) -> None:

@@ -95,6 +95,7 @@ async def test_a_move_that_dies_at_any_request_loses_nothing(kind: str) -> None:
         await assert_whole((1, 2), where)
         assert not [key for key in await hot_data(stores) if "step-00000001" in key], where
         assert len(await cold_data(stores)) == 1, where
+        assert stores.unfinished() == [], where
 
 
 async def test_a_promotion_that_dies_at_any_request_loses_nothing() -> None:
