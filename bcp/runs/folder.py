@@ -166,7 +166,6 @@ class Folder:
         Links are followed. The complaint says why the cold places were not asked; it is empty for none.
 
         Raises:
-            CorruptError: the record of cold places is damaged.
             InputError: the folder is a link out of the run.
             StorageError: the folder cannot be listed.
 
@@ -175,7 +174,7 @@ class Folder:
         hot = {info.key: info.nbytes for info in await view.hot.list()}
         try:
             cold_files = await view.cold_files(again=False)
-        except StorageError as error:
+        except BcpError as error:
             return sum(hot.values()), 0, str(error)
         cold = sum(info.nbytes for info in cold_files if info.key not in hot)
         return sum(hot.values()) + cold, cold, ""

@@ -241,7 +241,7 @@ class Keeper:
                 await self._folder.remove(step, spare_pinned=True, check=check)
             except RunTakenError:
                 raise
-            except (StorageError, InputError, CorruptError) as error:
+            except BcpError as error:
                 log.warning("step %d was not deleted; the next commit tries it again: %s", step, error)
 
     def _untouched_now(self, ledger: Ledger) -> set[int]:

@@ -412,6 +412,10 @@ def test_a_forged_record_is_refused(run: Path, cold: Path, change: dict[str, obj
     with pytest.raises(bcp.CorruptError, match=r"cold\.json is no record"):
         bcp.tools.remove(run / "step-00000001")
     assert_loads(run, 3)
+    listed = bcp.tools.list_steps(run)
+    assert all(step.is_committed and "is no record" in step.reason for step in listed)
+    train(run, steps=(4,), keep=1)
+    assert [step.step for step in bcp.tools.list_steps(run)] == [1, 2, 3, 4]
     assert len(names(cold)) == 2
 
 
