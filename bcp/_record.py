@@ -83,7 +83,7 @@ class Record:
         another rank nothing.
         """
         job = self._job
-        if not self._is_told(error):
+        if not self._is_told(error) or job.watch.tier == "memory":
             return
         with suppress(Exception), anyio.move_on_after(STORE_SECONDS, shield=True), observed_by(ignore):
             if job.watch.kind == "load":
@@ -163,7 +163,7 @@ async def recorded(job: Job) -> AsyncIterator[Record]:
 
 
 async def store_drained(
-    backend: Backend, watch: Watch, messages: Sequence[bytes], *, released: float, durable: float
+    backend: Backend, watch: Watch, messages: Sequence[bytes], *, handed: float, durable: float
 ) -> None:
     """Write the file of a save into memory, which agents have made durable; on rank 0.
 
@@ -171,11 +171,11 @@ async def store_drained(
         backend: at the place of the checkpoint.
         watch: of the save.
         messages: :attr:`Record.shared` of the save.
-        released: seconds from the call until all ranks had marked their files.
+        handed: seconds from the call until agents were to make it durable.
         durable: seconds from the call until rank 0 knew of the commit.
 
     """
-    await _store(backend, watch, messages, lambda recording: drained(recording, released, durable))
+    await _store(backend, watch, messages, lambda recording: drained(recording, handed, durable))
 
 
 async def _store(

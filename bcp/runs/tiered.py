@@ -286,7 +286,7 @@ class Tiered:
         """
         followed = self._joined.followers.of(kept.operation)
         tell = _nobody if followed is None else followed.tell
-        tell("draining")
+        handed = tell("draining")
         try:
             outcome = await self._outcome(aim, kept)
         except asyncio.CancelledError:
@@ -299,10 +299,10 @@ class Tiered:
         seconds = time.monotonic() - began
         if followed is not None:
             seconds = followed.tell("durable")
-            await self._record(aim, followed, seconds)
+            await self._record(aim, followed, handed, seconds)
         return replace(kept, path=f"{self._url}/{aim.place}", seconds=seconds)
 
-    async def _record(self, aim: Aim, followed: Followed, seconds: float) -> None:
+    async def _record(self, aim: Aim, followed: Followed, handed: float, durable: float) -> None:
         """Leave the recording of a save beside the checkpoint, on rank 0."""
         where, watch = f"{self._url}/{aim.place}".rstrip("/"), followed.watch
         if not any(followed.records):
@@ -310,8 +310,7 @@ class Tiered:
         try:
             place = place_of(where, None, self._options.storage_options, self._options.retries)
             async with place.opened:
-                released = followed.released - watch.started
-                await store_drained(place.backend, watch, followed.records, released=released, durable=seconds)
+                await store_drained(place.backend, watch, followed.records, handed=handed, durable=durable)
         except Exception as error:  # noqa: BLE001 -- the checkpoint is durable
             log.info("no recording was stored", path=watch.path, error=repr(error))
 

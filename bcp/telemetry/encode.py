@@ -114,17 +114,17 @@ def merged(watch: Watch, messages: Sequence[bytes]) -> Recording:
     )
 
 
-def drained(recording: Recording, released: float, durable: float) -> Recording:
+def drained(recording: Recording, handed: float, durable: float) -> Recording:
     """Return the recording of a save into memory that agents have made durable since: with a phase ``drain`` of rank 0.
 
     Args:
         recording: of the save, until all ranks had marked their files.
-        released: seconds from rank 0's call until then.
+        handed: seconds from rank 0's call until agents were to make it durable.
         durable: seconds from rank 0's call until rank 0 knew of the commit.
 
     """
     later = next((rank.started - recording.time for rank in recording.ranks if rank.rank == 0), 0.0)
-    row: Row = "phase", "drain", "", 0, later + released, durable - released, 0.0, 1, "ok", ""
+    row: Row = "phase", "drain", "", 0, later + handed, durable - handed, 0.0, 1, "ok", ""
     arrays = [arrow_array([value], kind) for value, kind in zip((0, *row), EVENTS.types, strict=True)]
     events = pa.concat_tables([recording.events, pa.table(arrays, schema=EVENTS)]).combine_chunks()
     ranks = tuple(replace(rank, figures=_two_ends(rank.figures, durable)) for rank in recording.ranks)

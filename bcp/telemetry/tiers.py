@@ -100,9 +100,11 @@ class TierStates:
             yield Observation(max(time.time() - until, 0.0), {"tier": tier})
 
     def waiting(self) -> Iterator[Observation]:
-        """Yield how many snapshots are on their way to storage."""
-        yield Observation(len(self.queue))
+        """Yield how many snapshots are on their way to storage; nothing before the first snapshot in memory."""
+        if self._newest:
+            yield Observation(len(self.queue))
 
     def nbytes(self) -> Iterator[Observation]:
-        """Yield the bytes of these."""
-        yield Observation(sum(each.nbytes for each in list(self.queue.values())))
+        """Yield the bytes of these; nothing before the first snapshot in memory."""
+        if self._newest:
+            yield Observation(sum(each.nbytes for each in list(self.queue.values())))

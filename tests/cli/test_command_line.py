@@ -22,7 +22,9 @@ from bcp._messages.tiers import ParityRecord, Sources
 from bcp.cli import COMMANDS
 from bcp.cli.screen import failed
 from bcp.cli.tiers import _numbers
+from bcp.telemetry.amounts import bytes_words
 from bcp.tiers.folder import NodeFolder
+from bcp.tiers.notes import COPYING
 from bcp.tiers.packing import packed
 
 FACTS = {"git": "4f1c9e2", "note": "\x1b[31mred"}
@@ -378,6 +380,17 @@ def test_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["run"], found["ranks"], found["is_served"]) == (str(store), [0], False)
     assert sorted(each["copied_from"] for each in found["snapshots"]) == ["", "node-3"]
     assert all(each["nbytes"] > 0 and each["world_size"] == 1 for each in found["snapshots"])
+    assert found["queue"] == {"snapshots": 0, "nbytes": 0}
+    for each in found["snapshots"]:
+        NodeFolder(memory).want(each["operation"])
+    NodeFolder(memory).put_troubles(COPYING, {"node-2": "it is silent"})
+    lines = said(capsys, "tiers", str(memory)).splitlines()
+    [own] = [each for each in data(capsys, "tiers", str(memory))["snapshots"] if not each["copied_from"]]
+    assert lines[5:7] == [
+        f"queue   1 on their way to storage, {bytes_words(own['nbytes'])}",
+        "fails   copies of node-2: it is silent",
+    ]
+    assert data(capsys, "tiers", str(memory))["queue"] == {"snapshots": 1, "nbytes": own["nbytes"]}
     assert found["seconds"]["memory"] >= 0
     assert found["seconds"]["copies"] is found["seconds"]["storage"] is None
     with pytest.raises(ZeroDivisionError), run:

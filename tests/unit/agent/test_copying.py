@@ -25,8 +25,9 @@ from bcp.agent.serve import MemoryServer, serving
 from bcp.backends import LocalBackend
 from bcp.tiers.digests import digested
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import COMMITTED, LEFT, Mark, Noted
+from bcp.tiers.notes import COMMITTED, COPYING, LEFT, Mark, Noted
 from bcp.tiers.recovery import Hosts
+from bcp.tiers.status import look
 
 TOKEN = b"the token of this job"
 WORLD = 2
@@ -249,9 +250,14 @@ def test_a_source_that_is_away_is_asked_again(two: Two, caplog: pytest.LogCaptur
     assert not two.fetch()
     assert not two.fetch()
     assert caplog.text.count("is not copied yet") == 1, "it is told once"
+    assert "127.0.0.1" in two.folder.troubles(COPYING)["source"]
     two.folder.put_sources(there)
     assert two.fetch()
     assert two.copied() == [1]
+    assert two.folder.troubles(COPYING) == {}
+    assert look(two.source.root).copied is None, "nobody is to copy the second host"
+    two.source.put_sources(Sources(("copies",), ("127.0.0.1:1",)))
+    assert look(two.source.root).copied == look(two.source.root).kept, "each host is copied as often as it copies"
 
 
 def test_copies_are_drained_where_their_host_is_lost(two: Two) -> None:

@@ -18,7 +18,8 @@ from bcp.agent.loop import Agent
 from bcp.backends import LocalBackend
 from bcp.testing.storage_fakes import FaultyBackend
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import SUPERSEDED
+from bcp.tiers.notes import STORING, SUPERSEDED
+from bcp.tiers.status import look
 
 
 def saved(path: Path, step: int) -> Path:
@@ -133,9 +134,12 @@ def test_storage_that_is_away_is_asked_again_later(host: Host, caplog: pytest.Lo
     assert not host.round(store=away)
     assert "a snapshot is not durable yet" in caplog.text
     assert not host.round(), "not at once"
+    assert [*host.folder.troubles(STORING).values()] == ["step 1: away"]
+    assert look(host.folder.root).troubles == ("step 1: away",)
     host.agent._next_try.clear()
     assert host.round()
     assert host.durable() == {1}
+    assert look(host.folder.root).troubles == ()
 
 
 def test_old_notes_of_snapshots_that_are_gone_go_too(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
