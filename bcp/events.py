@@ -212,7 +212,7 @@ class TierEvent:
             - ``refused``: another save has committed a checkpoint at its place;
             - ``left``: a later life of the job has not gone on from it;
             - ``damaged``: a file has changed in memory, so that it never becomes durable;
-            - ``unwatched``: the run is closed while agents go on with it;
+            - ``unwatched``: this process waits no more, as for a run that is closed, and agents go on with it;
             - ``full``: the file system in memory has no room for it;
             - ``unreachable``: a host cannot fetch its copies from another one, and goes on trying;
             - ``stale``: a resumption has passed it over;

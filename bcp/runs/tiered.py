@@ -5,7 +5,6 @@ Agents write to storage. A trainer copies and marks, and looks what has become o
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -20,6 +19,7 @@ from bcp._calls import SaveCall, keep_call
 from bcp._log import log
 from bcp._messages.tiers import LeftBehind, Settled, Sources
 from bcp._record import store_drained
+from bcp._text import hidden
 from bcp.backends import resolve, shown
 from bcp.backends.place import place_of
 from bcp.coordinators.hosts import here, identity, stated_address
@@ -164,7 +164,7 @@ class Tiered:
         self, what: TierHappening, step: int | None, operation: str, nbytes: int = 0, place: str = "", said: str = ""
     ) -> None:
         """Tell what happens to snapshots of earlier lives."""
-        self._watch(TierEvent(what, step, operation, time.monotonic(), None, nbytes, place, said))
+        self._watch(TierEvent(what, step, operation, time.monotonic(), None, nbytes, place, hidden(said)))
 
     async def forget_found(self) -> None:
         """End the connections to other hosts and to storage."""
@@ -289,7 +289,7 @@ class Tiered:
         handed = tell("draining")
         try:
             outcome = await self._outcome(aim, kept)
-        except asyncio.CancelledError:
+        except BaseException:
             tell("unwatched")
             raise
         if outcome != COMMITTED:

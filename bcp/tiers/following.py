@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from bcp._text import hidden
 from bcp.events import SaveResult, TierEvent, TierHappening
 from bcp.telemetry.watch import Watch
 
@@ -32,7 +33,7 @@ class Followed:
         """Tell what has happened; return the seconds since the call of the save."""
         watch, now = self.watch, time.monotonic()
         seconds = now - watch.started
-        watch(TierEvent(what, watch.step, watch.operation, now, seconds, self.nbytes, said=said))
+        watch(TierEvent(what, watch.step, watch.operation, now, seconds, self.nbytes, said=hidden(said)))
         return seconds
 
 
@@ -72,7 +73,7 @@ class Followers:
         """
         now = time.monotonic()
         for host in troubles.keys() - self._troubled:
-            watch(TierEvent("unreachable", watch.step, "", now, place=host, said=troubles[host]))
+            watch(TierEvent("unreachable", watch.step, "", now, place=host, said=hidden(troubles[host])))
         self._troubled = frozenset(troubles)
 
     def copied(self, operation: str) -> None:

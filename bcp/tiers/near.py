@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from bcp._log import log
+from bcp._text import hidden
 from bcp.backends.scattered import read_scattered
 from bcp.backends.small import get_small
 from bcp.errors import CheckpointError, CorruptError, InputError, StorageError
@@ -184,7 +185,7 @@ class NearBackend(ReadOnly):
 
     def _pass_over(self, copy: Copy, key: str, reason: str, *, is_certain: bool = True) -> Passed:
         self.passed_over[copy.name] += 1
-        now, said = time.monotonic(), f"{key}: {reason}"
+        now, said = time.monotonic(), hidden(f"{key}: {reason}")
         emit(TierEvent("passed_over", None, self._commit.operation, now, place=copy.name, said=said))
         log.warning("a copy of a snapshot is passed over", copy=copy.name, key=key, reason=reason)
         return Passed(copy, f"{copy.name}: {reason}", is_certain)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bcp._log import log
 from bcp._messages.tiers import Sources, Troubles
 from bcp.errors import InputError, MessageError, StorageError
 from bcp.format.metadata import OPERATION
@@ -248,6 +249,8 @@ class Notes:
     def put_troubles(self, kind: str, troubles: Mapping[str, str]) -> None:
         """Say what the agent fails at, and why; empty once all goes well.
 
+        A file system without room for the note does not end the agent.
+
         Args:
             kind: :data:`COPYING` or :data:`STORING`.
             troubles: the last error with each host, or with each snapshot.
@@ -256,8 +259,11 @@ class Notes:
         data = Troubles(tuple(troubles), tuple(troubles.values())).encode()
         before = self._small(kind)
         if data != before and (troubles or before):
-            with told(self.root / kind):
-                write_small(self.root / kind, data)
+            try:
+                with told(self.root / kind):
+                    write_small(self.root / kind, data)
+            except StorageError as error:
+                log.info("a note of an agent's troubles is not written", error=str(error))
 
     def troubles(self, kind: str) -> dict[str, str]:
         """Return what the agent fails at, and why."""
@@ -289,9 +295,13 @@ class Notes:
 def write_small(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a small file whole; several processes may do so at once."""
     temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
-    temp.touch(mode, exist_ok=False)
-    temp.write_bytes(data)
-    temp.rename(path)
+    try:
+        temp.touch(mode, exist_ok=False)
+        temp.write_bytes(data)
+        temp.rename(path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from bcp._agree import OwnMessage, capture_error, gather_broadcast, no_answer
 from bcp._job import SaveJob
 from bcp._messages.tiers import Intent, KnownLayout, ToldLayout
 from bcp._record import Record
+from bcp._text import hidden
 from bcp._workflow import edited, plan_save
 from bcp.errors import BcpError, StorageError
 from bcp.events import SaveResult, TierEvent
@@ -225,4 +226,4 @@ def _tell_full(job: SaveJob, memory: TierMemory, error: StorageError) -> None:
     """Tell that the file system in memory has no room for a snapshot."""
     watch, now = job.watch, time.monotonic()
     place, seconds = str(memory.folder.root), now - watch.started
-    watch(TierEvent("full", watch.step, watch.operation, now, seconds, watch.nbytes or 0, place, str(error)))
+    watch(TierEvent("full", watch.step, watch.operation, now, seconds, watch.nbytes or 0, place, hidden(str(error))))

@@ -320,3 +320,37 @@ def resumed(root: Path, nodes: Sequence[int]) -> int:
         assert all(map(torch.equal, values(states["model"]), values(expected)))
         assert run.resumed.hosts == 0
     return first
+
+
+def followed(root: Path) -> list[tuple[str, int | None, str]]:
+    """Save two steps on hosts that copy each other, the second one into storage; return what has happened to them."""
+    name = f"n{dist.get_rank()}"
+    tiers = bcp.Tiers(folder=root / name, node=name, listen="127.0.0.1", copies=2)
+    events: list[bcp.extend.Event] = []
+    options = bcp.SaveOptions(observe=events.append)
+    states = make_states("sharded")
+    with bcp.Run(root / "run", states, save=1, durable=2, tiers=tiers, save_options=options) as run:
+        run.resume()
+        for step in (1, 2):
+            pending = run.maybe_save(step)
+            assert pending is not None
+            pending.released()
+            memory = run._tiered._memory  # type: ignore[union-attr]  # a run with tiers
+            until(memory.is_copied, "the next host has copies")  # type: ignore[union-attr]  # same
+    return [(each.what, each.step, each.operation) for each in events if isinstance(each, bcp.extend.TierEvent)]
+
+
+def test_all_ranks_tell_the_same_and_one_report_has_them(ranks3: Ranks, root: Path) -> None:
+    told = ranks3.run(followed, root)
+    assert told[0] == told[1] == told[2]
+    first, second = (next(operation for _, step, operation in told[0] if step == number) for number in (1, 2))
+    happened = [("released", 1, first), ("copied", 1, first), ("released", 2, second)]
+    assert told[0] == [*happened, ("draining", 2, second), ("durable", 2, second)]
+    [recording] = bcp.report(root / "run").recordings
+    assert (recording.operation, recording.step) == (second, 2)
+    assert [record.rank for record in recording.ranks] == [0, 1, 2]
+    drains = [row for row in recording.events.to_pylist() if row["name"] == "drain"]
+    assert [row["rank"] for row in drains] == [0]
+    [summary] = bcp.report(root / "run").summaries
+    assert summary.nbytes == sum(path.stat().st_size for path in (root / "run").rglob("*.safetensors"))
+    assert 0 < summary.released < summary.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 import pytest
 
 from bcp._messages.tiers import Intent
-from bcp.errors import CorruptError, InputError, MessageError
+from bcp.errors import CorruptError, InputError, MessageError, StorageError
 from bcp.format.receipt import Receipt, encode_receipt
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.intent import decode_intent, encode_intent
-from bcp.tiers.notes import Mark
+from bcp.tiers.notes import COPYING, REFUSED, STORING, Mark
 
 OPERATION = "0123456789abcdef"
 
@@ -236,3 +237,31 @@ def test_what_is_no_directory_is_refused(kind: str, tmp_path: Path) -> None:
 def test_an_error_of_the_system_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"missing is no directory"):
         NodeFolder(tmp_path / "missing" / "a")
+
+
+def test_notes_of_troubles_go_with_them(tmp_path: Path) -> None:
+    folder = NodeFolder(tmp_path / "a")
+    assert folder.troubles(COPYING) == folder.troubles(STORING) == {}
+    folder.put_troubles(STORING, {})
+    assert not (folder.root / STORING).exists(), "an agent without troubles writes nothing"
+    folder.put_troubles(COPYING, {"node-2": "silent", "node-3": "full"})
+    assert folder.troubles(COPYING) == {"node-2": "silent", "node-3": "full"}
+    assert folder.troubles(STORING) == {}
+    folder.put_troubles(COPYING, {})
+    assert folder.troubles(COPYING) == {}
+    (folder.root / COPYING).write_bytes(b"damaged")
+    assert folder.troubles(COPYING) == {}
+
+
+def test_a_note_without_room_ends_no_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = NodeFolder(tmp_path / "a")
+    before = {*folder.root.rglob("*")}
+    monkeypatch.setattr(Path, "write_bytes", full)
+    folder.put_troubles(COPYING, {"node-2": "silent"})
+    assert {*folder.root.rglob("*")} == before, "nothing is left behind"
+    with pytest.raises(StorageError, match="No space left"):
+        folder.end(OPERATION, REFUSED)
+    assert {*folder.root.rglob("*")} == before
