@@ -1,6 +1,7 @@
 """Kill a job with a memory tier at random, in any of its parts, and judge each life by what docs/tiers.md promises.
 
-    python -m benchmarks.chaos_tiers [--quick] [--kills N] [--torchrun N] [--seed N] [--ends A,B] [--check]
+    python -m benchmarks.chaos_tiers [--quick] [--kills N] [--torchrun N] [--seed N] [--ends A,B]
+        [--minutes M] [--json FILE] [--check]
 
 The job has 8 ranks on 4 hosts, with ``copies=2``. Each host is a network namespace with an address, a memory and an
 agent of its own, so that root alone runs this. Ranks, agents and whole hosts are killed; memories are wiped; a bit
@@ -57,6 +58,7 @@ def main() -> int:
     options.add_argument("--torchrun", type=int, help=f"lives of torchrun; {TORCHRUN} by default, 1 with --quick")
     options.add_argument("--seed", type=int, default=1, help="of the kills")
     options.add_argument("--ends", default=",".join(ENDS), help=f"some of {','.join(ENDS)}; default: all")
+    options.add_argument("--minutes", type=float, default=float("inf"), help="no life begins after so many")
     options.add_argument("--work", type=Path, help="keep what all ranks write in this folder; default: delete it")
     chosen = options.parse_args()
     kills = chosen.kills if chosen.kills is not None else QUICK if chosen.quick else KILLS
@@ -65,6 +67,7 @@ def main() -> int:
     if not {*ends} <= {*ENDS}:
         options.error(f"--ends takes some of {','.join(ENDS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # nothing is left behind
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each agent would compile bcp
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
     figures = Figures()
     figures.head(f"{kills} kills of {2 * HOSTS} ranks on {HOSTS} hosts, seed {chosen.seed}")
@@ -76,7 +79,7 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         campaign = Campaign(network, store, root, work, chosen.seed)
         stack.callback(campaign.close)
-        outcome = campaign.run(plan(chosen.seed, kills, torchrun, ends))
+        outcome = campaign.run(plan(chosen.seed, kills, torchrun, ends), chosen.minutes)
     show(figures, outcome)
     return figures.close(chosen)
 

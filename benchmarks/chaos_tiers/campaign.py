@@ -34,7 +34,8 @@ A host has a quarter of a snapshot, or a third if it is one of three. It has up 
 the one from which the life has begun, in the layout before. Files are longer than their tensors by up to a sixth here.
 """
 
-LAST_STEPS = 3
+LAST_STEPS, TRIES = 3, 5
+KINDS = "model", "optimizer"
 MOMENTUM = "state.{}.momentum_buffer"
 """Name of a momentum in a checkpoint."""
 
@@ -86,12 +87,15 @@ class Campaign:
         self._hosts = [*range(HOSTS)]
         self._least = self._most = 0
         self._why = "the first life"
-        self._checked = set[Path]()
         self.outcome = Outcome()
 
-    def run(self, lives: Sequence[LifePlan]) -> Outcome:
-        """Live and kill as planned; then train to an end."""
+    def run(self, lives: Sequence[LifePlan], minutes: float = float("inf")) -> Outcome:
+        """Live and kill as planned, and begin no life after so many minutes; then train to an end."""
+        until = time.monotonic() + 60 * minutes
         for life in lives:
+            if time.monotonic() > until:
+                print(f"{minutes} minutes are over before life {life.number}", flush=True)
+                break
             try:
                 self._live(life)
             except HungError as error:
@@ -284,7 +288,7 @@ class Campaign:
         there = committed(self._run)
         if there:
             step, path = [*there.items()][-1]
-            if path not in self._checked and (wrong := _difference(path, step)):
+            if wrong := _difference(path, step):
                 self._say(self.outcome.wrong, plan, f"{path.name} in storage: {wrong}")
         for host in self._hosts:
             nbytes, files = used(folder_of(self._root, host))
@@ -325,13 +329,22 @@ class Campaign:
 
 
 def _difference(path: Path, step: int) -> str:
-    """Say what of a checkpoint is not the truth; empty for nothing."""
-    with bcp.Checkpoint(path) as checkpoint:
-        for name, both in truth(step).items():
-            for key, kind, whole in zip((name, MOMENTUM.format(name)), ("model", "optimizer"), both, strict=True):
-                if not np.array_equal(checkpoint.read(key, kind=kind).numpy(), whole):
-                    return f"{key} of {kind} has other values"
-    return ""
+    """Say what of a checkpoint is not the truth; empty for nothing. An agent may be replacing it by a newer save."""
+    tries = 0
+    while True:
+        try:
+            with bcp.Checkpoint(path) as checkpoint:
+                for name, both in truth(step).items():
+                    for key, kind, whole in zip((name, MOMENTUM.format(name)), KINDS, both, strict=True):
+                        if not np.array_equal(checkpoint.read(key, kind=kind).numpy(), whole):
+                            return f"{key} of {kind} has other values"
+        except bcp.BcpError as error:
+            tries += 1
+            if tries == TRIES:
+                return str(error)
+            time.sleep(LOOK_SECONDS)
+        else:
+            return ""
 
 
 def _wait(is_true: Callable[[], object], what: str) -> None:

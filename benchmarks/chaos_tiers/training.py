@@ -8,6 +8,7 @@ in numpy, from step 0 on, and knows nothing of torch and bcp.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +28,9 @@ Whole = npt.NDArray[np.float32]
 
 SHAPES = {"0.weight": (509, 256), "0.bias": (509,), "1.weight": (13, 509), "1.bias": (13,)}
 RATE, MOMENTUM = 0.125, 0.5
+PERIOD = 101
+GRADIENTS = ((np.arange(2 * PERIOD) % PERIOD - PERIOD // 2) / 64).astype(np.float32)
+"""Twice all values of a gradient's elements."""
 
 
 def _first(name: str) -> Whole:
@@ -35,9 +39,15 @@ def _first(name: str) -> Whole:
     return ((places % 97 - 48) / 32).astype(np.float32).reshape(SHAPES[name])
 
 
+@cache
+def _places(name: str) -> npt.NDArray[np.int64]:
+    places = np.arange(np.prod(SHAPES[name])) * 31 + [*SHAPES].index(name) * 7
+    return (places % PERIOD).reshape(SHAPES[name])
+
+
 def _gradient(name: str, step: int) -> Whole:
-    places = np.arange(np.prod(SHAPES[name])) * 31 + step * 17 + [*SHAPES].index(name) * 7
-    return ((places % 101 - 50) / 64).astype(np.float32).reshape(SHAPES[name])
+    gradient: Whole = GRADIENTS[_places(name) + step * 17 % PERIOD]
+    return gradient
 
 
 def truth(step: int) -> dict[str, tuple[Whole, Whole]]:
