@@ -134,7 +134,7 @@ class Run(ResumableRun):
         self._tiered = tiered(tiers, durable, self._url, self._save_options, standby_steps=standby_steps, role=role)
         self._preemption = preemption if preemption is not None else Preemption()
         self._saves = Saves(
-            self._housekeeping, on_commit, on_failure, tolerate, lambda: self._ranks.rank == 0, self._check_owner
+            self._housekeeping, on_commit, on_failure, tolerate, lambda: self._ranks.rank == 0, self._look
         )
         self._standby = Standby()
         self._clock = Clock()
@@ -344,7 +344,9 @@ class Run(ResumableRun):
                 live.add(begun)
             await self._keeper.committed(step, metrics, live)
 
-    async def _check_owner(self) -> None:
+    async def _look(self) -> None:
+        if self._tiered is not None:
+            await self._tiered.look(self._clock.step)
         if self._keeper is not None:
             await self._keeper.check_owner()
 

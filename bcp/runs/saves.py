@@ -75,7 +75,7 @@ class Saves:
         on_failure: OnFailure,
         tolerate: int,
         is_first: Callable[[], bool],
-        check_owner: Callable[[], Awaitable[None]],
+        look: Callable[[], Awaitable[None]],
     ) -> None:
         """Remember the callbacks.
 
@@ -85,10 +85,10 @@ class Saves:
             on_failure: the user's; called in a thread.
             tolerate: so many failed saves in a row are only logged.
             is_first: whether this is rank 0, which warns of common events for all ranks.
-            check_owner: reads whether the job still has the run's folder, behind a snapshot in memory.
+            look: behind a snapshot in memory; sees whether the job still has the run's folder, and an agent.
 
         """
-        self._is_first, self._check_owner = is_first, check_owner
+        self._is_first, self._look_behind = is_first, look
         self._housekeeping, self._on_commit, self._on_failure = housekeeping, on_commit, on_failure
         self._tolerate, self._failed_in_a_row = tolerate, 0
         self._tolerated: BaseException | None = None
@@ -277,9 +277,9 @@ class Saves:
         return kept if stays else await drained()
 
     async def _look(self) -> None:
-        """Look whether the job still has the run's folder; if not, the next call of the trainer raises the error."""
+        """Look behind a snapshot. If the job has the run's folder no more, the trainer's next call raises the error."""
         try:
-            await self._check_owner()
+            await self._look_behind()
         except RunTakenError as error:
             self._taken = error
         except BcpError as error:

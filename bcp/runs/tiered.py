@@ -82,6 +82,7 @@ class Tiered:
         self._memory: TierMemory | None = None
         self._has_told, self._listen = False, ""
         self._memories: Memories | None = None
+        self._served_at = time.monotonic()
         self._sources = Sources((), ())
         self.found: Found | None = None
         self.branch = ""
@@ -316,22 +317,36 @@ class Tiered:
 
     async def _outcome(self, aim: Aim, kept: SaveResult) -> str:
         """Wait until agents have ended a snapshot; return what has become of it."""
-        mark, alone_since = Mark(kept.operation, kept.rank), time.monotonic()
-        folder = self._joined.folder
+        mark, folder = Mark(kept.operation, kept.rank), self._joined.folder
         while not (outcome := await in_thread(folder.outcome_of, mark)):
             await anyio.sleep(LOOK_SECONDS)
-            if await in_thread(folder.is_served):
-                alone_since = time.monotonic()
-            elif time.monotonic() - alone_since > ALONE_SECONDS:
-                alone_since = time.monotonic()
-                await self._revive(aim.step)
+            await self.look(aim.step)
         return outcome
 
+    async def look(self, step: int) -> None:
+        """See that an agent serves this host. If none has done so for a while, start one, or say that somebody has to.
+
+        Each snapshot calls it, for the next one may make way for it before any wait is long enough.
+
+        Args:
+            step: of the snapshot, for messages.
+
+        """
+        memory = self._memory
+        if memory is None or await in_thread(memory.folder.is_served):  # the run is over, or all is well
+            self._served_at = time.monotonic()
+        elif time.monotonic() - self._served_at > ALONE_SECONDS:
+            self._served_at = time.monotonic()
+            await self._revive(step)
+
     async def _revive(self, step: int) -> None:
-        """Start an agent, where there is none any more; or say that somebody has to."""
+        """Start an agent where there is none any more; or say that somebody has to."""
         if self._tiers.agent == "spawn":
             log.warning("the agent of this host has gone; another one is started", step=step)
-            await in_thread(self._start_agent)
+            try:
+                await in_thread(self._start_agent)
+            except StorageError as error:
+                log.warning("the agent of this host does not start, and is tried again", step=step, error=str(error))
         elif not self._has_told:
             self._has_told = True
             log.warning(self.no_agent(), step=step)

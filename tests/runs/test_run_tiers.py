@@ -610,6 +610,36 @@ def test_a_run_whose_agent_is_missing_does_not_end_well(place: Place, monkeypatc
     assert place.resumed()[0] == 2
 
 
+@pytest.mark.parametrize("durable", [1, 1000])
+def test_an_agent_that_is_gone_is_missed_whatever_becomes_durable(
+    durable: int, place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A snapshot may make way for the next one before it has missed its agent, or stay in memory."""
+    run = place.train(1, 1, durable=durable)
+    monkeypatch.setattr("bcp.runs.tiered.ALONE_SECONDS", -1.0)
+    for step in (2, 3, 4, 5):
+        pending = run.maybe_save(step)
+        assert pending is not None
+        pending.released()
+    until(lambda: "start one, as in python -m bcp.agent" in caplog.text, "it is told")
+    place.die(run)
+    assert caplog.text.count("start one, as in python -m bcp.agent") == 1
+
+
+def test_an_agent_that_is_gone_is_started_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("bcp.runs.tiered.start_agent", lambda folder, *_: started.append(str(folder.root)))
+    run = place.train(1, 1, durable=1000, tiers=bcp.Tiers(folder=place.memory))
+    assert len(started) == 1, "by resume()"
+    monkeypatch.setattr("bcp.runs.tiered.ALONE_SECONDS", -1.0)
+    pending = run.maybe_save(2)
+    assert pending is not None
+    pending.released()
+    until(lambda: len(started) > 1, "it is missed")
+    place.die(run)
+    assert {*started} == {str(place.memory)}
+
+
 def test_a_run_that_waits_too_long_leaves_the_rest_to_its_agent(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
