@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from bcp._deletion import delete_copied, delete_unnamed
 from bcp._log import log
-from bcp.backends.cold import ColdPlaces, OpenPlace, cold_name, hot_name, stored_record
+from bcp.backends.cold import ColdPlace, ColdPlaces, OpenPlace, cold_name, hot_name, stored_record
 from bcp.backends.cooled import CooledBackend, cooled_child, is_data_file
-from bcp.errors import CorruptError, ExistsError, NotACheckpointError, StorageError
+from bcp.errors import CheckpointError, CorruptError, ExistsError, NotACheckpointError, StorageError
 from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of
 from bcp.format.receipt import FileReceipt
 from bcp.pipeline import unwrap_stage_errors
 from bcp.plan.layout import named_files
-from bcp.protocols import Backend, Sweeper, Unfinished, Version, at_once_of
+from bcp.protocols import Backend, Sweeper, Unfinished, at_once_of
 from bcp.read.opening import read_metadata
 from bcp.read.receipts import RANKS_AT_ONCE, fetch_receipts, file_of
 from bcp.read.verification import compare
@@ -28,6 +28,9 @@ from bcp.runtime.threads import in_thread_gc_paused
 from bcp.tools.checked_copy import copy_data_file
 
 __all__ = ["Move", "Moved", "discard", "unfinished_of"]
+
+
+REPLACED = "it was saved again, edited or deleted meanwhile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Move:
         places: the cold places of the run.
         told: called with the bytes of each part that was copied.
         copied: bytes by the keys of the files that were copied or found to be copied.
+        has_stale: whether the cold place has copies of a save that was replaced.
     """
 
     run: Backend
@@ -64,6 +68,7 @@ class Move:
     places: ColdPlaces
     told: Callable[[int], object]
     copied: dict[str, int] = field(default_factory=dict)
+    has_stale: bool = False
 
     @property
     def path(self) -> str:
@@ -89,25 +94,35 @@ class Move:
             StorageError: storage failed, or the copy differs from the file. Another call ends the work.
 
         """
+        hot = self.view.hot
+        version = await hot.version(METADATA_KEY)
+        try:
+            reason = await self._copy_all(place)
+        except (CheckpointError, StorageError):  # a deletion takes the copies, too
+            if version is not None and await hot.version(METADATA_KEY) == version:
+                raise
+            reason = REPLACED
+        if not reason and not await delete_copied(hot, list(self.copied), version or ""):
+            reason = REPLACED
+        if reason == REPLACED or self.has_stale:
+            await self.sweep(place)
+        return Moved(reason=reason) if reason else Moved(len(self.copied), sum(self.copied.values()))
+
+    async def _copy_all(self, place: OpenPlace) -> str:
+        """Copy and compare all files; return a reason why they have to stay, or ""."""
         hot, cold = self.view.hot, place.folder(self.name)
-        version, metadata = await self._opened()
+        metadata = await self._opened()
         if metadata is None:
-            return Moved(reason="it was written by another library, and has no checksums")
-        promoted = await self._promoted()
+            return "it was written by another library, and has no checksums"
+        promoted = await self._promoted(place)
         there, copies = await self.data_sizes(), {info.key: info.nbytes for info in await cold.list()}
+        self.has_stale = any(operation_of(hot_name(name)) not in metadata.commit.operations for name in copies)
         async for key, file in self._data_files(hot, metadata):
             if key in there:
                 await self._copy_to(cold, key, file, copies.get(cold_name(key)))
             elif not await self._lies_cold(key, file):
                 raise CorruptError(f"{self.path}/{key} is missing; restore it")
-        if await self._promoted() != promoted:
-            return Moved(reason="it was promoted meanwhile")
-        if await delete_copied(hot, list(self.copied), version):
-            if any(operation_of(hot_name(name)) not in metadata.commit.operations for name in copies):
-                await self.sweep(place)  # of a save that was replaced
-            return Moved(len(self.copied), sum(self.copied.values()))
-        await self.sweep(place)
-        return Moved(reason="it was saved again, edited or deleted meanwhile")
+        return "" if await self._promoted(place) == promoted else "it was promoted meanwhile"
 
     async def sweep(self, place: OpenPlace) -> Sequence[str]:
         """Delete copies in a cold place that the metadata in the run's folder do not name; return those that went.
@@ -153,8 +168,12 @@ class Move:
         sizes = {info.key: info.nbytes for info in await self.view.cold_files()}
         return sizes.get(key) == file.stored_nbytes
 
-    async def _promoted(self) -> float | None:
-        return (await stored_record(self.run, self.where))[0].promoted.get(self.name)
+    async def _promoted(self, place: OpenPlace) -> float | None:
+        """Return the time of the last promotion. Readers have to find the copies: raise if the record lacks them."""
+        record, _ = await stored_record(self.run, self.where)
+        if self.name not in record.cooled or ColdPlace(place.url, place.mark) not in record.places:
+            raise StorageError(f"{self.where}: the record of cold places was changed by others meanwhile; call again")
+        return record.promoted.get(self.name)
 
     # -- back --------------------------------------------------------------------------------------
 
@@ -169,7 +188,8 @@ class Move:
 
         """
         hot = self.view.hot
-        version, metadata = await self._opened()
+        version = await hot.version(METADATA_KEY)
+        metadata = await self._opened()
         if metadata is None:
             return Moved()
         there, left = await self.data_sizes(), await unfinished_of(hot)
@@ -207,13 +227,11 @@ class Move:
 
     # -- both --------------------------------------------------------------------------------------
 
-    async def _opened(self) -> tuple[Version, Metadata | None]:
-        """Return the metadata with their version; None for files of another library."""
-        hot = self.view.hot
-        version = await hot.version(METADATA_KEY)
-        data = await read_metadata(hot, self.path)
+    async def _opened(self) -> Metadata | None:
+        """Return the metadata; None for files of another library."""
+        data = await read_metadata(self.view.hot, self.path)
         metadata = await in_thread_gc_paused(decode_metadata, data, f"{self.path}/{METADATA_KEY}")
-        return version or "", metadata if metadata.foreign is None else None
+        return metadata if metadata.foreign is None else None
 
     async def _data_files(self, hot: Backend, metadata: Metadata) -> AsyncGenerator[tuple[str, FileReceipt], None]:
         """Yield keys and receipts of all data files that the metadata name."""

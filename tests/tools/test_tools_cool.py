@@ -184,6 +184,22 @@ def test_a_bit_that_flips_in_the_copy_is_found_before_the_file_goes() -> None:
         assert_loads(HOT, step)
 
 
+def test_nothing_goes_if_the_record_was_lost_meanwhile() -> None:
+    stores = Stores()
+    train(HOT)
+
+    def lose(what: str) -> None:
+        if what.startswith("cold commit"):
+            stores.inner("hot")._objects.pop("run/cold.json", None)
+
+    stores.hit = lose
+    with pytest.raises(bcp.StorageError, match="changed by others meanwhile"):
+        bcp.cool(HOT, to=COLD, days=0)
+    stores.hit = lambda _: None
+    for step in STEPS:
+        assert_loads(HOT, step, bcp.LoadOptions(cold=None))
+
+
 def test_an_old_damaged_copy_is_made_anew(run: Path, cold: Path) -> None:
     cooled(run, cold)
     bcp.promote(run, 1)

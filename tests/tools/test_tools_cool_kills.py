@@ -195,7 +195,8 @@ async def test_a_deletion_beside_a_move_leaves_no_copy_for_ever() -> None:
     for turns in orders(changes=1):
         await stores.restore(before)
         results = await turns.run([in_turns(cool), in_turns(remove)], lambda: None)
-        assert not isinstance(results[1], BaseException), (results, turns.taken)
+        assert not [each for each in results if isinstance(each, BaseException)], (results, turns.taken)
+        assert not any(each.is_damaged for each in results[0]), (results, turns.taken)
         await assert_whole((2,), turns.taken)
         await asyncio.to_thread(train, HOT, (3,))  # the ledger drops the step
         await cool()
@@ -214,7 +215,8 @@ async def test_a_save_of_the_step_beside_a_move_wins() -> None:
     for turns in orders(changes=1):
         await stores.restore(before)
         results = await turns.run([in_turns(cool), in_turns(save_again)], lambda: None)
-        assert not isinstance(results[1], BaseException), (results, turns.taken)
+        assert not [each for each in results if isinstance(each, BaseException)], (results, turns.taken)
+        assert not any(each.is_damaged for each in results[0]), (results, turns.taken)
         found = await loaded(1)
         assert torch.equal(found["w"], states(7)["model"]["w"]), turns.taken
         await cool()
