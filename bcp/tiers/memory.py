@@ -25,6 +25,9 @@ __all__ = ["TierMemory"]
 
 Inode = tuple[int, int]
 
+MOST_LIVE = 3
+"""Snapshots that a recovery may need at once, with copies on other hosts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -165,9 +168,11 @@ class TierMemory:
             free.remove(old)
             old.rename(path)
             self._open[key] = self._of(path, nbytes)
+        spare = self._spare(free, sizes.values())
         for path in free:
-            self._mapped.pop(_inode(path), None)  # the next file may get its number
-            path.unlink()
+            if path not in spare:
+                self._mapped.pop(_inode(path), None)  # the next file may get its number
+                path.unlink()
         for path, nbytes in missing.items():
             self.folder.make(path, nbytes, f"the snapshot of rank {self.rank}")
             self._mapped.pop(_inode(path), None)  # that of a file that somebody has deleted
@@ -196,6 +201,21 @@ class TierMemory:
             if mark not in ages or self.folder.take(mark):
                 free += paths
         return free
+
+    def _spare(self, free: Collection[Path], sizes: Collection[int]) -> list[Path]:
+        """Choose free files that stay, for a save that may need one snapshot more: without copies there is none.
+
+        Copies make two or three snapshots live, in turns if the network is slow. Files that were removed and made again
+        each time would make every second save three to four times as long.
+        """
+        if not self.copies or len(self.live) >= MOST_LIVE:
+            return []
+        spare, rest = list[Path](), list(free)
+        for nbytes in sizes:
+            if (path := self._chosen(rest, nbytes)) is not None:
+                rest.remove(path)
+                spare.append(path)
+        return spare
 
     def _chosen(self, free: list[Path], nbytes: int) -> Path | None:
         """Return a free file of this size, a mapped one by preference."""
