@@ -362,6 +362,8 @@ class ResumableRun(MarkedRun):
             raise
         except (CorruptError, MismatchError) as error:
             error.add_note(f"in the load of {shown(self._url)}/{name}")
+            if found is not None and self._tiered is not None:
+                self._tiered.is_stale(found.operation, error)
             raise
         if found is not None and self._tiered is not None:
             self._tiered.loaded(found)

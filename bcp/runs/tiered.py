@@ -23,7 +23,7 @@ from bcp._text import hidden
 from bcp.backends import resolve, shown
 from bcp.backends.place import place_of
 from bcp.coordinators.hosts import here, identity, stated_address
-from bcp.errors import BcpError, InputError, StorageError
+from bcp.errors import BcpError, CorruptError, InputError, StorageError
 from bcp.events import SaveResult, TierEvent, TierHappening
 from bcp.options import SaveOptions
 from bcp.planners import Framework
@@ -124,7 +124,11 @@ class Tiered:
         assert self._memories is not None  # noqa: S101 -- find() was called before
         if self.found is None or self.found.operation != operation:
             await self.forget_found()
-            self.found = await self._memories.open(operation, self._durable_at)
+            try:
+                self.found = await self._memories.open(operation, self._durable_at)
+            except CorruptError as error:
+                self.is_stale(operation, error)
+                raise
         return self.found
 
     def _chosen(self, hosts: Hosts) -> Sources:
@@ -151,6 +155,11 @@ class Tiered:
             )
         elif not copies and self._tiers.parity is not None:
             log.warning("the job has one host, so that there is no parity", parity=self._tiers.parity)
+
+    def is_stale(self, operation: str, error: BcpError) -> None:
+        """Tell that a snapshot cannot be loaded, and why."""
+        [step] = [each.step for each in self.snapshots if each.operation == operation]
+        self._happened("stale", step, operation, said=str(error))
 
     def loaded(self, found: Found) -> None:
         """Tell from where a resumption has read the bytes of this rank."""

@@ -92,7 +92,7 @@ def trained(
             memory = run._tiered._memory  # type: ignore[union-attr]  # a run with tiers
             until(memory.is_copied, "the next host has copies")  # type: ignore[union-attr]  # same
     hosts = run.resumed.hosts
-    assert not first or "0 bytes from storage" in str(run.resumed)
+    assert not hosts or "0 bytes from storage" in str(run.resumed)
     dist.barrier()
     if nodes.index(node) == dist.get_rank():
         kill_agents(folder)
@@ -278,7 +278,7 @@ def test_a_lost_host_is_replaced_by_copies(ranks4: Ranks, ranks3: Ranks, root: P
     empty(root)
     assert ranks3.run(trained, root, 2, (3, 1, 1), "plain", 2)[0][0] == 7
     for node in (1, 3):
-        assert len([*root.glob(f"node-{node}/model/*")]) <= 8, "the folder grows"
+        assert len([*root.glob(f"node-{node}/model/*")]) <= 10, "the folder grows"
 
 
 def test_a_lost_host_is_rebuilt_from_parity(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
@@ -288,13 +288,13 @@ def test_a_lost_host_is_rebuilt_from_parity(ranks4: Ranks, ranks3: Ranks, root: 
     empty(root)
     assert ranks3.run(trained, root, 3, (0, 1, 3), "sharded", 1, 4) == [(4, 3)] * 3
     for node in (0, 1, 3):
-        assert len([*root.glob(f"node-{node}/parity/*.xor")]) == 2
+        assert len([*root.glob(f"node-{node}/parity/*.xor")]) in (2, 3), "two, and that of step 4 until storage has it"
     shutil.rmtree(root / "node-0")
     empty(root)
     assert ranks3.run(trained, root, 2, (3, 1, 1), "plain", 1, 4)[0][0] == 7
     for node in (1, 3):
         assert len([*root.glob(f"node-{node}/model/*")]) <= 5, "the folder grows"
-        assert len([*root.glob(f"node-{node}/parity/*.xor")]) <= 2, "the folder grows"
+        assert len([*root.glob(f"node-{node}/parity/*.xor")]) <= 3, "the folder grows"
 
 
 def test_a_flipped_bit_in_parity_leads_to_the_snapshot_in_storage(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
