@@ -333,7 +333,7 @@ def test_storage_that_is_newer_comes_first(place: Place) -> None:
 def test_memory_that_is_damaged_leads_to_storage(place: Place) -> None:
     with agent(place.memory, place.store):
         run = place.train(1, 4, durable=2)
-        until(lambda: place.commits == [2, 4], "they are durable")
+        until(lambda: sorted(place.commits) == [2, 4], "they are durable")
     place.die(run)
     place.flip(*NodeFolder(place.memory).data_files())
     step, run = place.resumed()
