@@ -242,4 +242,5 @@ def test_no_deletion_goes_past_the_rule(pytestconfig: pytest.Config) -> None:
         "tools/exports/exporting.py": 1,  # files of other software, which no metadata name
         "tools/exports/last_files.py": 1,  # the same
         "tools/exports/target.py": 2,  # the same
+        "tools/moving.py": 1,  # unfinished writes of files that are whole elsewhere
     }, "see bcp/_deletion.py"
