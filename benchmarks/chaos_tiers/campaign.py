@@ -45,7 +45,7 @@ class Outcome:
     """What a campaign has found.
 
     Attributes:
-        kills: by kind.
+        kills: by kind, and how often something fell silent.
         by_torchrun: kills in lives that torchrun has started.
         lost: words about steps that were lost beyond the table in docs/tiers.md.
         wrong: words about values, or promises other than that.
@@ -321,7 +321,7 @@ class Campaign:
 
     def _count(self, plan: LifePlan, kind: str) -> None:
         self.outcome.kills[kind] += 1
-        self.outcome.by_torchrun += plan.by_torchrun
+        self.outcome.by_torchrun += plan.by_torchrun and not kind.startswith("silent")
 
     def _say(self, words: list[str], plan: LifePlan, text: str) -> None:
         words.append(f"life {plan.number}: {text}")
