@@ -41,7 +41,7 @@ def main() -> int:
                 measure(nbytes, 3 if options.quick else 9, Path(memory), Path(disk).absolute(), figures)
     if "losses" in options.parts:
         planning(figures)
-        losses(100 if options.quick else 1000, figures)
+        losses(50 if options.quick else 200, figures)
     return figures.close(options)
 
 
