@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypedDict, TypeVar
@@ -140,6 +140,7 @@ def keep_call(
     *,
     metrics: Mapping[str, float] | None = None,
     path: str = "",
+    names: Sequence[int] | None = None,
 ) -> SaveCall[SaveResult]:
     """Take this rank's place in a save into the memory of the hosts.
 
@@ -152,6 +153,7 @@ def keep_call(
         given: see there.
         metrics: see there.
         path: where the checkpoint will be, for telemetry; empty for the memory.
+        names: as in :class:`~bcp._job.SaveJob`.
 
     """
     ranks = coordinator_for(given)
@@ -176,7 +178,7 @@ def keep_call(
         return replace(checked, name=f"snapshot of step {aim.step}", does=does, job=job)
 
     async def work(job: SaveJob) -> SaveResult:
-        kept = await akeep(replace(job, metrics=metrics or {}), memory, aim)
+        kept = await akeep(replace(job, metrics=metrics or {}, names=names), memory, aim)
         return replace(kept, path=str(memory.folder.root))
 
     return _save_call(_take_place(ranks, "begin", options, check), work)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -86,6 +86,7 @@ class SaveJob(Job):
         permit: asked on rank 0 whether the save may go on; None: it may.
         metrics: numbers by name, which the commit carries; those of rank 0 count.
         folder: where the checkpoint lies among others of the same run, without a role.
+        names: numbers of the ranks in the job, for messages, where some of its ranks save alone; None: as they count.
     """
 
     options: SaveOptions
@@ -94,6 +95,7 @@ class SaveJob(Job):
     permit: Permit | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     folder: str = ""
+    names: Sequence[int] | None = None
 
     def telling(self, on_snapshot: OnSnapshot | None) -> SaveJob:
         """Return the job of a caller who goes on once ``on_snapshot`` was called; None: who waits for the end."""

@@ -136,11 +136,12 @@ class Target:
     permit: Permit | None  # asked whether the save may go on; None: it may
     metrics: Mapping[str, float]  # numbers that the commit carries
     compares: bool  # whether ranks compare their replicas
+    names: Sequence[int] | None = None  # numbers of the ranks, for messages; None: as they count
 
     @classmethod
     def of(cls, job: SaveJob, *, compares: bool = False) -> Target:
         """Return the target of a save."""
-        return cls(job.path, job.backend, job.options, job.watch.trace, job.permit, job.metrics, compares)
+        return cls(job.path, job.backend, job.options, job.watch.trace, job.permit, job.metrics, compares, job.names)
 
 
 async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> tuple[Opened, bytes]:
@@ -197,8 +198,9 @@ class Surveyed:
 
     def divide(self, messages: Sequence[bytes]) -> tuple[Planned, Sequence[bytes]]:
         """Plan the save: dedup, balance, offsets, exact cover."""
-        balance = self.opened.target.options.balance
-        division = divide_save(self.survey, messages, balance=balance, block_bytes=BLOCK_BYTES)
+        target = self.opened.target
+        balance, names = target.options.balance, target.names
+        division = divide_save(self.survey, messages, balance=balance, block_bytes=BLOCK_BYTES, names=names)
         layout = encode_layout(division.layout)
         _layouts.put(self.survey.key, layout)
         return Planned(self.opened, layout), encode_shares(division)

@@ -89,13 +89,22 @@ class WorldPlan:
     ranks: Sequence[RankPlan]  # the writes of each rank, by rank
 
 
-def divide_save(survey: Survey, messages: Sequence[bytes], *, balance: str, block_bytes: int) -> WriteDivision:
+def divide_save(
+    survey: Survey,
+    messages: Sequence[bytes],
+    *,
+    balance: str,
+    block_bytes: int,
+    names: Sequence[int] | None = None,
+) -> WriteDivision:
     """Divide the writing among all ranks; runs on rank 0. Options and other errors are as in :func:`plan_save`.
+
+    ``names`` has the numbers of the ranks for messages; None: as they count.
 
     Raises:
         MessageError: a message is no :meth:`~bcp.plan.write.survey.EncodedTable.message` that answers the survey.
     """
-    return divide_writes(gather_tables(survey, messages), balance=balance, block_bytes=block_bytes)
+    return divide_writes(gather_tables(survey, messages), balance=balance, block_bytes=block_bytes, names=names)
 
 
 def plan_save(tables: Sequence[ShardTable], *, balance: str = "split", block_bytes: int = 1 << 20) -> WorldPlan:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NoReturn
 
@@ -23,15 +24,21 @@ ADVICE = (
 )
 
 
-def check_cover(merged: MergedTensors, shards: DistinctShards) -> None:
+def check_cover(merged: MergedTensors, shards: DistinctShards, names: Sequence[int] | None = None) -> None:
     """Check that boxes tile their tensors and flat intervals tile their boxes, in O(entries).
 
     A tensor without elements, or one that is tied to another, needs no shard; one that another leads shares its.
+
+    Args:
+        merged: the tensors of all ranks.
+        shards: of all ranks.
+        names: numbers of the ranks for messages; None: as they count.
 
     Raises:
         CoverageError: a tensor has a gap, an overlap, or a shard that sticks out. Names the tensor, a concrete block
             of elements that is missing or held in two different shards, and the ranks.
     """
+    shards = replace(shards, names=names)
     _check_bounds(merged.tensors, shards)
     _check_boxes(merged, shards)
     _check_intervals(merged.tensors, shards)
@@ -133,6 +140,7 @@ def _numel(shards: DistinctShards) -> Ints:
 def _ranks(shards: DistinctShards, rows: Iterable[int] | Ints) -> str:
     """Name the ranks that hold any of these shards."""
     ranks = np.unique(np.concatenate([shards.holders(int(shard)) for shard in rows])).tolist()
+    ranks = ranks if shards.names is None else [shards.names[rank] for rank in ranks]
     more = f", ... ({len(ranks)} ranks)" if len(ranks) > SHOWN_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN_RANKS]))}{more}"
 

@@ -243,11 +243,13 @@ class WriteDivision:
     replicas: ComparedReplicas  # the shards that ranks compare before they write
 
 
-def divide_writes(world: AllTables, *, balance: str = "split", block_bytes: int) -> WriteDivision:
+def divide_writes(
+    world: AllTables, *, balance: str = "split", block_bytes: int, names: Sequence[int] | None = None
+) -> WriteDivision:
     """Fold replicas, check the cover, balance the writing, and lay out the files.
 
     The same world always gives the same division. Zero-element and tied tensors appear in the layout's tensors only.
-    Options are as in :func:`bcp.plan.write.plan_save`.
+    Options are as in :func:`bcp.plan.write.plan_save`; ``names`` as in :func:`bcp.plan.write.divide_save`.
 
     Raises:
         StateError: ranks disagree about a tensor, see :func:`~bcp.plan.write.merge.merge_tensors`, or about units, see
@@ -257,7 +259,7 @@ def divide_writes(world: AllTables, *, balance: str = "split", block_bytes: int)
     units = divide_units(world.claims)
     merged = merge_tensors(world)
     shards = merge_shards(world, merged)
-    check_cover(merged, shards)
+    check_cover(merged, shards, names)
     owners = _owners(world)
     replicas = compared(world, merged, shards, owners)
     shards = with_one_writer(merged, shards)

@@ -195,6 +195,7 @@ class DistinctShards:
     member: Ints  # int64[h], which of the slot's family it is; -1 for all of them
     template: Ints  # int64[N], the template of each rank
     templates: int  # how many there are
+    names: Sequence[int] | None = None  # numbers of the ranks, for messages; None: as they count
 
     def __len__(self) -> int:
         return len(self.box)
