@@ -11,6 +11,7 @@ from bcp._messages.base import Count, Message, Rank, expect, prepare
 from bcp._messages.planning import DIGEST_BYTES
 
 __all__ = [
+    "Attended",
     "Digested",
     "Drained",
     "HeldGroup",
@@ -19,9 +20,13 @@ __all__ = [
     "Intent",
     "KnownLayout",
     "LeftBehind",
+    "Living",
     "MadeMetadata",
+    "Note",
     "Offered",
     "ParityRecord",
+    "Post",
+    "Posted",
     "Recovery",
     "Settled",
     "Sources",
@@ -36,6 +41,9 @@ PLACE = re.compile(r"(?:[A-Za-z0-9_@+=][A-Za-z0-9._@+=-]*(?:/[A-Za-z0-9_@+=][A-Z
 """Names below a root. None begins with a dot, so that no place leads out of it."""
 
 MOST_KEY = 256
+MOST_VALUE = 2048
+
+MEETING = re.compile(r"[A-Za-z0-9-]{1,64}")
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
@@ -241,6 +249,56 @@ class Want(Message, frozen=True):
 
     def __post_init__(self) -> None:
         expect(len(self.key) <= MOST_KEY, reason=f"a key of {len(self.key)} characters")
+
+
+class Attended(Message, frozen=True):
+    """One survivor of a job, as it comes to the meeting of all survivors."""
+
+    rank: Rank
+    world_size: Count  # ranks of the job
+    step: Count  # the last one that has ended on this rank
+    node: str  # name of its host
+    trouble: str = ""  # why its states are not those at the end of the step; empty if they are
+
+    def __post_init__(self) -> None:
+        expect(self.rank < self.world_size, reason=f"rank {self.rank} of {self.world_size}")
+
+
+class Post(Message, frozen=True):
+    """A note for a meeting at an agent, and the question for later notes of others."""
+
+    meeting: str
+    seen: Count  # notes that are known
+    key: str = ""  # empty: there is no note, only the question
+    value: bytes = b""
+
+    def __post_init__(self) -> None:
+        expect(
+            MEETING.fullmatch(self.meeting) is not None,
+            len(self.key) <= MOST_KEY,
+            len(self.value) <= MOST_VALUE,
+            reason=f"meeting {self.meeting!r}, a key of {len(self.key)} and a value of {len(self.value)} characters",
+        )
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A note of a meeting."""
+
+    key: str
+    value: bytes
+
+
+class Posted(Message, frozen=True):
+    """The notes of a meeting that the asker has not seen, in the order in which they came; perhaps not all at once."""
+
+    board: str  # another one after each start of the agent, which forgets all notes
+    notes: tuple[Note, ...]
+
+
+class Living(Message, frozen=True):
+    """The ranks of a host whose processes live."""
+
+    ranks: tuple[Rank, ...]
 
 
 class MadeMetadata(Message, frozen=True):

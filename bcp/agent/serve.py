@@ -1,4 +1,4 @@
-"""An agent lets other hosts of its job read the marked files of its own.
+"""An agent lets other hosts of its job read the marked files of its own, and lets survivors meet.
 
 Bytes go from the page cache to the socket (``sendfile``), in a thread for each connection. Marks whose files are read
 are held until the connection ends: nobody takes their memory away.
@@ -18,8 +18,9 @@ from typing import Self
 import anyio
 
 from bcp._log import log
-from bcp._messages.tiers import Offered, ParityRecord
+from bcp._messages.tiers import Living, Offered, ParityRecord, Post, Want
 from bcp._sockets import Wire
+from bcp.agent.board import Board
 from bcp.agent.offers import offered
 from bcp.errors import BcpError, CorruptError, StorageError
 from bcp.format.metadata import OPERATION, owner_of, receipt_key
@@ -28,7 +29,7 @@ from bcp.tiers.digests import digested
 from bcp.tiers.folder import Held, NodeFolder
 from bcp.tiers.notes import Mark
 from bcp.tiers.parity_files import operation_in
-from bcp.tiers.wire import OFFER, Status, StrangerError, pull_request, push_answer, welcome
+from bcp.tiers.wire import LIVING, OFFER, Status, StrangerError, pull_request, push_answer, split_address, welcome
 
 __all__ = ["MemoryServer", "serving"]
 
@@ -50,10 +51,7 @@ def serving(folder: NodeFolder, listen: str) -> Iterator[None]:
     if not listen:
         yield
         return
-    host, _, port = listen.rpartition(":")
-    if not port.isdecimal() or (":" in host and not host.endswith("]")):  # an address of IPv6 alone has no port
-        host, port = listen, "0"
-    with _server(folder, host.strip("[]"), int(port)) as server:
+    with _server(folder, *split_address(listen)) as server:
         shown = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
         folder.put_port(server.address[1])
         folder.put_address(f"{shown}:{server.address[1]}")
@@ -90,7 +88,7 @@ class MemoryServer:
             StorageError: the address cannot be used.
 
         """
-        self._folder = folder
+        self._folder, self._board = folder, Board()
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -160,12 +158,27 @@ class MemoryServer:
     def _answer(self, connection: socket.socket, wire: Wire, stack: ExitStack, held: dict[Mark | str, Holding]) -> None:
         """Answer one request. Raises CorruptError before the answer for a file that is damaged."""
         want = pull_request(wire)
-        if want.key.startswith(OFFER):
-            _push(wire, self._offered(want.key.removeprefix(OFFER)).encode())
-            return
-        if layout := LAYOUT.fullmatch(want.key):
-            _push(wire, self._folder.layout(bytes.fromhex(layout[1])))
-            return
+        told = self._board.post(want).encode() if isinstance(want, Post) else self._told(want.key)
+        if told is not None:
+            push_answer(wire, Status.OK, nbytes=len(told))
+            wire.push(memoryview(told))
+        elif isinstance(want, Want):
+            self._send_file(connection, wire, want, stack, held)
+
+    def _told(self, key: str) -> bytes | None:
+        """Return the answer to a request for something other than a file; None for one for a file."""
+        if key == LIVING:
+            return Living(tuple(self._folder.members())).encode()
+        if key.startswith(OFFER):
+            return self._offered(key.removeprefix(OFFER)).encode()
+        if layout := LAYOUT.fullmatch(key):
+            return self._folder.layout(bytes.fromhex(layout[1]))
+        return None
+
+    def _send_file(
+        self, connection: socket.socket, wire: Wire, want: Want, stack: ExitStack, held: dict[Mark | str, Holding]
+    ) -> None:
+        """Send bytes of a marked file, or of a stripe that counts."""
         reason = self._missing(want.key, stack, held)
         if reason:
             push_answer(wire, *reason)
@@ -217,11 +230,6 @@ def _owner(key: str) -> Mark | None:
         return Mark(intent[2], int(intent[1]))
     owner = owner_of(key)
     return None if owner is None else Mark(owner[1], owner[0])
-
-
-def _push(wire: Wire, data: bytes) -> None:
-    push_answer(wire, Status.OK, nbytes=len(data))
-    wire.push(memoryview(data))
 
 
 def _send(connection: socket.socket, fd: int, start: int, nbytes: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, distributed_c10d
 
 from bcp.coordinators.hosts import store_of_job
 from bcp.coordinators.store_client import StoreClient
@@ -28,7 +28,7 @@ from bcp.protocols import Coordinator
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_pool, in_thread
 
-__all__ = ["GroupExchange", "exchange_device", "join_group"]
+__all__ = ["GroupExchange", "end_gloo_groups", "exchange_device", "join_group"]
 
 _FOREVER = timedelta(days=365)  # a rank may be late for a round for as long as its storage is slow; see GroupExchange
 _AT_ONCE = timedelta(milliseconds=1)
@@ -245,12 +245,7 @@ class GroupExchange:
             if self._on_accelerator:
                 self._group.abort()
                 return
-            # gloo has no abort. A receive that times out closes all connections of its group; one whose own connection
-            # is broken already fails without that, so it is tried with every rank.
-            nothing = torch.empty(1, dtype=torch.uint8)
-            for peer in self._peers:
-                with suppress(RuntimeError):
-                    self._group.recv([nothing], peer, _CLOSING_TAG).wait(_AT_ONCE)
+            _close_gloo(self._group, self._peers)
 
     def _drop(self) -> None:
         if self._on_accelerator and not self._ended:
@@ -270,6 +265,35 @@ class GroupExchange:
         """End the group, and wait until that is done."""
         with anyio.CancelScope(shield=True):
             await in_pool(self._threads, self._stop)
+
+
+def end_gloo_groups() -> None:
+    """Close the connections of all gloo groups of this process, which are of no use then.
+
+    Ranks that wait for this one in a collective get an error. Otherwise a rank that is no neighbour of one that has
+    died waits until torch's timeout. Blocks for some milliseconds.
+    """
+    if not dist.is_available() or not dist.is_initialized() or not dist.is_gloo_available():
+        return
+    for group in list(distributed_c10d._world.pg_map):  # noqa: SLF001 -- there is no public list of groups
+        try:
+            backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001 -- no public name for it
+        except RuntimeError:  # of accelerators alone
+            continue
+        if isinstance(backend, dist.ProcessGroupGloo):
+            _close_gloo(backend, [peer for peer in range(backend.size()) if peer != backend.rank()])
+
+
+def _close_gloo(group: Any, peers: Sequence[int]) -> None:
+    """Close all connections of a gloo group, which has no abort.
+
+    A receive that times out does it. One whose own connection is broken already fails without that, so it is tried with
+    every rank.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for peer in peers:
+        with suppress(RuntimeError):
+            group.recv([nothing], peer, _CLOSING_TAG).wait(_AT_ONCE)
 
 
 class _TransferError(Exception):

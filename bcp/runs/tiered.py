@@ -17,8 +17,9 @@ import msgspec
 from bcp._agree import capture_error, collective_operation, gather_broadcast
 from bcp._calls import SaveCall, keep_call
 from bcp._log import log
-from bcp._messages.tiers import LeftBehind, Settled, Sources
+from bcp._messages.tiers import Attended, LeftBehind, Settled, Sources
 from bcp._record import store_drained
+from bcp._sockets import Tls
 from bcp._text import hidden
 from bcp.backends import resolve, shown
 from bcp.backends.place import place_of
@@ -33,13 +34,15 @@ from bcp.runtime.threads import in_thread
 from bcp.telemetry.watch import Watch
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.following import Followed
+from bcp.tiers.meeting import Meeting, MeetingPlace, meet
 from bcp.tiers.memory import TierMemory
 from bcp.tiers.near import STORAGE
 from bcp.tiers.notes import COMMITTED, GONE, LEFT, REFUSED, SUPERSEDED, Mark
 from bcp.tiers.options import Tiers
-from bcp.tiers.recovery import Found, Hosts, Memories, Snapshot, find_whole
+from bcp.tiers.recovery import Found, Hosts, Memories, Snapshot, find_whole, newest_held
 from bcp.tiers.saving import Aim
 from bcp.tiers.starting import await_agent, start_agent
+from bcp.tiers.wire import split_address
 
 __all__ = ["MEMORY", "GiveUp", "Tiered", "tiered"]
 
@@ -72,6 +75,7 @@ class Tiered:
         policy: which saves become durable; None: all of them.
         branch: of the run.
         on_full: as in :class:`~bcp.Tiers`.
+        survivors: whether ranks that are left may save alone.
     """
 
     def __init__(self, tiers: Tiers, url: str, options: SaveOptions, policy: SavePolicy | None) -> None:
@@ -84,6 +88,8 @@ class Tiered:
         self._memories: Memories | None = None
         self._served_at = time.monotonic()
         self._sources = Sources((), ())
+        self._hosts, self._size = Hosts((), ()), 1
+        self.survivors = tiers.survivors
         self.found: Found | None = None
         self.branch = ""
         self._watch = Watch("load", shown(url), observe=options.observe)
@@ -105,6 +111,7 @@ class Tiered:
         patience = 2 * self._options.timeout  # a rank may wait for its agent as long as that
         self._memories = await find_whole(ranks, opened, self._node, patience, branch)
         hosts = self._memories.hosts
+        self._hosts, self._size = hosts, ranks.world_size
         self._sources = self._chosen(hosts)
         if ranks.rank == 0:
             self._tell(hosts, len(self._sources.nodes))
@@ -141,6 +148,30 @@ class Tiered:
     def _durable_at(self, place: str) -> Backend:
         """Return storage at the place of a checkpoint."""
         return resolve(f"{self._url}/{place}".rstrip("/"), self._options.storage_options, self._options.retries)
+
+    async def meet(self, name: str, step: int, trouble: str, patience: float) -> Meeting:
+        """Find the ranks that are left of this life of the job. Collective among them.
+
+        Args:
+            name: of the meeting, the same on these ranks and on no others.
+            step: the last one that has ended on this rank.
+            trouble: why the states are not those at its end; empty if they are.
+            patience: seconds to wait for ranks that live and do not come.
+
+        """
+        folder = self._joined.folder
+        place = MeetingPlace(name, self._hosts, await in_thread(folder.token), patience)
+        return await meet(place, Attended(self._joined.rank, self._size, step, self._node, trouble))
+
+    def coordinator(self, meeting: Meeting, tls: Tls | None) -> Coordinator:
+        """Return a coordinator of the ranks that are left."""
+        return meeting.coordinator(self._joined.rank, split_address(self._listen)[0], tls)
+
+    async def newest(self, ranks: Coordinator) -> int:
+        """Return the step of the newest snapshot that is whole on the hosts of these ranks; 0 for none. Collective."""
+        folder, patience = self._joined.folder, self._options.timeout
+        step, operation = await newest_held(ranks, folder, self._node, self.branch, patience)
+        return step if operation else 0
 
     def _tell(self, hosts: Hosts, copies: int) -> None:
         """Tell of newer snapshots that are not whole, and of copies that the job has too few hosts for."""
@@ -263,11 +294,16 @@ class Tiered:
         framework: Framework,
         given: Coordinator | None,
         metrics: Mapping[str, float] | None,
+        names: Sequence[int] | None = None,
     ) -> SaveCall[SaveResult]:
-        """Take this rank's place in a save into memory, in the caller's thread."""
+        """Take this rank's place in a save into memory, in the caller's thread.
+
+        ``names`` has the numbers of the ranks in the job, if only these save; nothing changes their states meanwhile.
+        """
         options = replace(self._options, step=aim.step)
+        options = options if names is None else replace(options, snapshot="eager")
         path = self._shown(aim.place)
-        return keep_call(self._joined, aim, states, framework, options, given, metrics=metrics, path=path)
+        return keep_call(self._joined, aim, states, framework, options, given, metrics=metrics, path=path, names=names)
 
     def _shown(self, place: str) -> str:
         """Return the path of a checkpoint, for people."""

@@ -49,6 +49,9 @@ class Tiers:
         on_full: what a save does if the tmpfs of a host has no room for it. ``"raise"``: it raises a StorageError with
             the numbers. ``"durable"``: all ranks save this step to storage themselves, with a warning; training waits
             as it does for a save without tiers.
+        survivors: let :meth:`bcp.Run.save_survivors` save what the ranks that are left hold together. The run then
+            looks at the states at the end of each step: it counts writes to the model and begun optimizer steps, and
+            copies extra states.
 
     Raises:
         InputError: a value cannot be used.
@@ -71,6 +74,7 @@ class Tiers:
     stride: int = 1
     pace: float | None = None
     on_full: Literal["raise", "durable"] = "raise"
+    survivors: bool = False
 
     def __post_init__(self) -> None:
         if self.agent not in ("spawn", "external"):
@@ -88,6 +92,8 @@ class Tiers:
         self._check_copies()
         if self.pace is not None and not (isinstance(self.pace, int | float) and 0 < self.pace < float("inf")):
             raise InputError(f"Tiers(pace={self.pace!r}): pass bytes a second, as 1e9, or None")
+        if not isinstance(self.survivors, bool):
+            raise InputError(f"Tiers(survivors={self.survivors!r}): pass True or False")
         if self.agent == "external" and self.listen is not None:
             raise InputError(
                 f"Tiers(agent='external', listen={self.listen!r}): say it to the agent, as in "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from bcp._messages.tiers import Want
+from bcp._messages.tiers import Post, Posted, Want
 from bcp._sockets import Wire
 from bcp.backends.small import check_small
 from bcp.errors import CorruptError, StorageError
@@ -13,7 +13,7 @@ from bcp.protocols import Backend, Buffer, flat_view
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread
 from bcp.tiers.refusals import ReadOnly
-from bcp.tiers.wire import Status, StrangerError, connected, dial, pull_head, push_request
+from bcp.tiers.wire import Status, StrangerError, connected, dial, pull_head, push_request, split_address
 
 __all__ = ["NoAgent", "PeerMemory", "peer_at"]
 
@@ -77,7 +77,11 @@ class PeerMemory(ReadOnly):
         """Read a small file whole."""
         return await in_thread(self._read, Want(key, 0, 0), None)
 
-    def _read(self, want: Want, outs: Sequence[memoryview] | None) -> bytearray:
+    async def post(self, post: Post) -> Posted:
+        """Leave a note for a meeting, and return the notes of others."""
+        return Posted.decode(bytes(await in_thread(self._read, post, None)))
+
+    def _read(self, want: Want | Post, outs: Sequence[memoryview] | None) -> bytearray:
         """Ask over a connection of its own; a connection that fails is closed. Blocks."""
         wire = self._taken()
         try:
@@ -88,7 +92,7 @@ class PeerMemory(ReadOnly):
                 data = self._room(want, nbytes)
                 wire.pull(memoryview(data))
             elif status is Status.OK:
-                self._check_length(want, nbytes)
+                self._check_length(want.key, nbytes, sum(map(len, outs or ())))
                 for out in outs or ():
                     wire.pull(out)
         except BaseException as error:
@@ -106,14 +110,14 @@ class PeerMemory(ReadOnly):
             raise StorageError(f"{self!r}: {words}")
         return data
 
-    def _room(self, want: Want, nbytes: int) -> bytearray:
-        """Return memory for a small file of so many bytes."""
+    def _room(self, want: Want | Post, nbytes: int) -> bytearray:
+        """Return memory for a small file or for an answer of so many bytes."""
         check_small(f"{self!r}: {want.key}", nbytes)
         return bytearray(nbytes)
 
-    def _check_length(self, want: Want, nbytes: int) -> None:
-        if nbytes != want.nbytes:
-            raise StorageError(f"{self!r} sends {nbytes} bytes of {want.key} instead of {want.nbytes}")
+    def _check_length(self, key: str, nbytes: int, wanted: int) -> None:
+        if nbytes != wanted:
+            raise StorageError(f"{self!r} sends {nbytes} bytes of {key} instead of {wanted}")
 
     def _taken(self) -> Wire:
         """Return a free connection, or a new one that has proved itself."""
@@ -154,7 +158,5 @@ def peer_at(name: str, address: str, token: bytes) -> Backend:
         token: the job's secret.
 
     """
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        return NoAgent(name)
-    return PeerMemory((host.strip("[]"), int(port)), token)
+    host, port = split_address(address)
+    return PeerMemory((host, port), token) if port else NoAgent(name)

@@ -46,7 +46,7 @@ from bcp.tiers.packing import packed, unpacked
 from bcp.tiers.parity import group_of, held_group, held_parity, known_intent, rebuilt_copies, stripes_in
 from bcp.tiers.peer import peer_at
 
-__all__ = ["Durable", "Found", "Hosts", "Memories", "Reach", "Snapshot", "find_whole"]
+__all__ = ["Durable", "Found", "Hosts", "Memories", "Reach", "Snapshot", "find_whole", "newest_held"]
 
 Reach = Callable[[str, str, bytes], Backend]
 Durable = Callable[[str], Backend]
@@ -227,6 +227,25 @@ async def find_whole(
         told = WholeSnapshots.decode(answer, sender=0)
         await in_thread(folder.put_token, told.token)
     return Memories(ranks, patience, folder, node, told, leader)
+
+
+async def newest_held(
+    ranks: Coordinator, folder: NodeFolder, node: str, branch: str, patience: float
+) -> tuple[int, str]:
+    """Return step and operation of the newest snapshot that is whole on the hosts of these ranks; 0 and "" for none.
+
+    Collective. ``branch`` is that of the run, whose snapshots count alone.
+    """
+
+    async def of_the_run() -> str:
+        return branch
+
+    async with collective_operation(ranks.begin("look for a snapshot in memory", patience)) as agreement:
+        own = await capture_error(in_thread(_holdings, folder, node))
+        message = own if isinstance(own, BcpError) else own.encode()
+        answer = await gather_broadcast(agreement, "memory", ranks.rank, message, _Leader(of_the_run).list)
+    told = WholeSnapshots.decode(answer, sender=0)
+    return next(zip(told.steps, told.operations, strict=True), (0, ""))
 
 
 @dataclass(slots=True)

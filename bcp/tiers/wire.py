@@ -12,11 +12,13 @@ import socket
 import struct
 from enum import IntEnum
 
-from bcp._messages.tiers import Want
+from bcp._messages.base import decode_either
+from bcp._messages.tiers import Post, Want
 from bcp._sockets import Wire, proof
 from bcp.errors import MessageError, StorageError
 
 __all__ = [
+    "LIVING",
     "OFFER",
     "Status",
     "StrangerError",
@@ -25,6 +27,7 @@ __all__ = [
     "pull_request",
     "push_answer",
     "push_request",
+    "split_address",
     "welcome",
 ]
 
@@ -36,6 +39,9 @@ GREETING = b"bcp-memory-1\n"
 
 OFFER = "offer/"
 """Before the number of a host that copies, and the operation that it has last: a request for the next one."""
+
+LIVING = "living"
+"""Instead of a key: a request for the ranks of the host whose processes live."""
 
 
 class Status(IntEnum):
@@ -83,13 +89,13 @@ def welcome(wire: Wire, token: bytes) -> None:
     wire.push(memoryview(_proved(token, "serves", challenge, nonce)))
 
 
-def push_request(wire: Wire, want: Want) -> None:
-    """Ask for bytes of a file. Blocks."""
+def push_request(wire: Wire, want: Want | Post) -> None:
+    """Ask for bytes of a file, or for notes of a meeting. Blocks."""
     data = want.encode()
     wire.push(memoryview(REQUEST.pack(len(data)) + data))
 
 
-def pull_request(wire: Wire) -> Want:
+def pull_request(wire: Wire) -> Want | Post:
     """Read a request. Blocks. Raises ConnectionResetError at the end, and StrangerError for what is no request."""
     head = bytearray(REQUEST.size)
     wire.pull(memoryview(head))
@@ -99,7 +105,7 @@ def pull_request(wire: Wire) -> Want:
     data = bytearray(nbytes)
     wire.pull(memoryview(data))
     try:
-        return Want.decode(bytes(data))
+        return decode_either(Want, Post, bytes(data))
     except MessageError as error:
         raise StrangerError(str(error)) from error
 
@@ -129,3 +135,11 @@ def connected(address: tuple[str, int], seconds: float) -> socket.socket:
     made = socket.create_connection(address, timeout=seconds)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return made
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``, ``[host]:port``, or a host alone, whose port is 0."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or (":" in host and not host.endswith("]")):  # an address of IPv6 alone has no port
+        host, port = text, "0"
+    return host.strip("[]"), int(port)

@@ -21,7 +21,16 @@ from bcp.coordinators.store_client import Backoff, StoreClient
 from bcp.errors import InputError
 from bcp.runtime.threads import in_thread
 
-__all__ = ["Addresses", "Invitation", "MemoryRendezvous", "Place", "Rendezvous", "StoreRendezvous", "Tree"]
+__all__ = [
+    "Addresses",
+    "Invitation",
+    "KnownPlaces",
+    "MemoryRendezvous",
+    "Place",
+    "Rendezvous",
+    "StoreRendezvous",
+    "Tree",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,7 @@ class Rendezvous(Protocol):
         """Return the cause if the way to the others has been silent for ``seconds``, else an empty text."""
 
 
-class _KnownPlaces:
+class KnownPlaces:
     """The methods of a rendezvous whose ranks know their places beforehand."""
 
     _invitation: Invitation
@@ -173,7 +182,7 @@ class _KnownPlaces:
         return ""
 
 
-class Addresses(_KnownPlaces):
+class Addresses(KnownPlaces):
     """A rendezvous of ranks that know all addresses, and so the tree, beforehand."""
 
     def __init__(
@@ -231,7 +240,7 @@ class _Board:
         return self._ports[rank]
 
 
-class MemoryRendezvous(_KnownPlaces):
+class MemoryRendezvous(KnownPlaces):
     """A rendezvous of ranks that are all in this process; they talk over the loopback."""
 
     def __init__(self, board: _Board, invitation: Invitation) -> None:

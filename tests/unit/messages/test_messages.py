@@ -85,6 +85,7 @@ from bcp._messages.running import (
     Verdict,
 )
 from bcp._messages.tiers import (
+    Attended,
     Digested,
     Drained,
     HeldGroup,
@@ -93,9 +94,13 @@ from bcp._messages.tiers import (
     Intent,
     KnownLayout,
     LeftBehind,
+    Living,
     MadeMetadata,
+    Note,
     Offered,
     ParityRecord,
+    Post,
+    Posted,
     Recovery,
     Settled,
     Sources,
@@ -203,6 +208,10 @@ EXAMPLES: list[Message] = [
     ToldLayout(bytes(16), is_copied=True),
     Troubles(("node-1",), ("10.0.0.1:7000 does not serve this job",)),
     Want("model/00000-0123456789abcdef.safetensors", 1 << 20, 4096),
+    Attended(3, 8, 1450, "n1", trouble="1 optimizer steps have begun"),
+    Post("a7c1-0", 2, "came/3", b"note"),
+    Posted("0123456789abcdef", (Note("came/3", b"note"), Note("closed", b""))),
+    Living((0, 3)),
     Opening("0123456789abcdef", True, None, "", True, False),  # noqa: FBT003 -- an example
     Opening("0123456789abcdef", cached=False, version="etag", trace="00-1-2-01", compares=False, differs=True),
     ReplicaDigests(bytes(16), bytes(16), bytes(16)),
