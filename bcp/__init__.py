@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from bcp.runs.preemption import Preemption
     from bcp.runs.roles import Role
     from bcp.runs.run import Run
+    from bcp.runs.survivors import Survivors
     from bcp.state.random_states import RngState
     from bcp.state.trainable import trainable
     from bcp.state.units import prefetch_data_state
@@ -67,6 +68,7 @@ __all__ = [
     "SaveOptions",
     "SaveResult",
     "StepInfo",
+    "Survivors",
     "Tiers",
     "__version__",
     "acool",
@@ -121,6 +123,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.runs.preemption": ["Preemption"],
             "bcp.runs.roles": ["Role"],
             "bcp.runs.run": ["Run"],
+            "bcp.runs.survivors": ["Survivors"],
             "bcp.state.random_states": ["RngState"],
             "bcp.state.trainable": ["trainable"],
             "bcp.state.units": ["prefetch_data_state"],

@@ -23,13 +23,13 @@ from bcp.runs.ledger import numbers
 from bcp.runs.names import whole_step
 from bcp.runs.plans import Clock, agreed, told
 from bcp.runs.preemption import Preemption
-from bcp.runs.resumable import ResumableRun
 from bcp.runs.resuming import Resumed
 from bcp.runs.roles import Role
 from bcp.runs.saver import Saver
 from bcp.runs.saves import OnCommit, OnFailure, Saves, Standby, Watchdog, nothing
 from bcp.runs.schedule import Schedule
 from bcp.runs.states import RunStates
+from bcp.runs.survivors import SurvivingRun
 from bcp.runs.tiered import tiered
 from bcp.runtime.bridge import Background
 from bcp.runtime.threads import in_thread
@@ -38,7 +38,7 @@ from bcp.tiers.options import Tiers
 __all__ = ["Run"]
 
 
-class Run(ResumableRun):
+class Run(SurvivingRun):
     """A training job with its checkpoints in one folder, from its first step over all restarts to its last.
 
     The run resumes from the newest intact checkpoint, saves in the background by policy, and deletes checkpoints by
@@ -190,6 +190,7 @@ class Run(ResumableRun):
     def _maybe_save(self, step: int, metrics: Mapping[str, float] | None) -> Body[Pending[SaveResult] | None]:
         step = whole_step(step)
         self._refuse_in_callback("maybe_save")
+        self._step_ended(step)
         self._saves.raise_failure()
         stopping = yield from self._at(step)
         if step <= self._clock.step:
@@ -256,6 +257,7 @@ class Run(ResumableRun):
     def _save(self, step: int, metrics: Mapping[str, float] | None) -> Body[Pending[SaveResult] | None]:
         step = whole_step(step)
         self._refuse_in_callback("save")
+        self._step_ended(step)
         self._saves.raise_failure()
         stopping = yield from self._at(step)
         if step < max(self._clock.step, 1):
@@ -398,6 +400,7 @@ class Run(ResumableRun):
     def _stopping(self, step: int, call: str) -> Body[bool]:
         step = whole_step(step)
         self._refuse_in_callback(call)
+        self._step_ended(step)
         if step < self._clock.step:
             raise InputError(f"{call}({step}) after step {self._clock.step}: pass the step that has ended last")
         return (yield from self._at(step))

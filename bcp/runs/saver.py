@@ -166,6 +166,10 @@ class Saver:
             self._place = step, free_name(step, there, beside=stays)
         return self._place[1]
 
+    def aside(self, step: int) -> str:
+        """Return the folder of a save by ranks that are left: beside those that the resumption has found."""
+        return free_name(step, self._there.get(step, ()), beside=True)
+
     def _call(self, step: int, name: str, options: SaveOptions) -> SaveCall[SaveResult]:
         """Take this rank's place in a save, in the caller's thread. A checkpoint in the folder is replaced."""
         keeper = self._keeper()

@@ -21,7 +21,15 @@ from bcp.runtime.accelerator import capturing
 from bcp.runtime.process import in_forked_child, process_lock
 from bcp.state.optimizer_parts import parts_of
 
-__all__ = ["StepHold", "being_loaded", "check_not_loading", "check_unchanged", "torch_optimizers", "versions"]
+__all__ = [
+    "StepHold",
+    "being_loaded",
+    "check_not_loading",
+    "check_unchanged",
+    "torch_optimizers",
+    "version",
+    "versions",
+]
 
 _UNTRACKED = -1
 """Version of a tensor that torch does not count writes of: one made under ``torch.inference_mode()``."""
@@ -65,24 +73,25 @@ def versions(shards: LocalShards) -> list[int]:
     try:
         return [tensor._version for tensor in shards.tensors]  # noqa: SLF001 -- torch's only name for it
     except RuntimeError:  # of one that is not counted
-        return [_version(tensor) for tensor in shards.tensors]
+        return [version(tensor) for tensor in shards.tensors]
 
 
 def check_unchanged(shards: LocalShards, before: list[int], rank: int) -> None:
     """Compare with earlier :func:`versions`. Raises StateChangedError, which names the first changed tensor."""
     if versions(shards) == before:  # as a rule
         return
-    for row, (tensor, version) in enumerate(zip(shards.tensors, before, strict=True)):
-        if (now := _version(tensor)) != version:
+    for row, (tensor, earlier) in enumerate(zip(shards.tensors, before, strict=True)):
+        if (now := version(tensor)) != earlier:
             meta = shards.table.meta(row)
             raise StateChangedError(
-                f"{meta.kind} tensor {meta.fqn!r} was written to {now - version} times on rank {rank} while its "
+                f"{meta.kind} tensor {meta.fqn!r} was written to {now - earlier} times on rank {rank} while its "
                 "snapshot was being taken; wait for the snapshot (async_checkpoint=True returns after it) "
                 "before the next optimizer step"
             )
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to, as :func:`versions` does."""
     return _UNTRACKED if tensor.is_inference() else tensor._version  # noqa: SLF001 -- torch's only name for it
 
 
