@@ -19,6 +19,9 @@ Tier = Literal["memory", "copies", "storage"]
 OWN_HOST = "this host"
 """Place of files that a resumption has read from the memory of its own host."""
 
+PLACES = {OWN_HOST: "own host", "parity": "parity", "storage": "storage"}
+"""Labels of places; all other hosts have one."""
+
 REACHED: Mapping[str, Tier] = {"released": "memory", "copied": "copies", "durable": "storage"}
 """Tiers that have a snapshot from an event on."""
 
@@ -33,7 +36,7 @@ class TierCounters:
 
     def __init__(self, meter: Meter) -> None:
         self.events: Counter = meter.create_counter("bcp.tier.events", "{event}", "Events of snapshots in memory")
-        self.read: Counter = meter.create_counter("bcp.tier.read", "By", "Bytes that resumptions read from memory")
+        self.read: Counter = meter.create_counter("bcp.tier.read", "By", "Bytes that resumptions from memory read")
 
     def begin(self) -> None:
         """Let the counter be zero before it counts."""
@@ -43,7 +46,7 @@ class TierCounters:
     def count(self, event: TierEvent) -> None:
         """Count an event. Hosts have no label each, for a job has many."""
         if event.what == "read":
-            self.read.add(event.nbytes, {"place": "own host" if event.place == OWN_HOST else "other hosts"})
+            self.read.add(event.nbytes, {"place": PLACES.get(event.place, "other hosts")})
         else:
             self.events.add(1, {"event": event.what})
 

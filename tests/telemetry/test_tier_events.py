@@ -22,7 +22,7 @@ from bcp.errors import StorageError
 from bcp.format.metadata import METADATA_KEY, decode_metadata
 from bcp.telemetry.metrics import Metrics
 from bcp.telemetry.spans import Spans
-from bcp.telemetry.watch import add_sink, remove_sink
+from bcp.telemetry.watch import Watch, add_sink, remove_sink
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.notes import COPYING, REFUSED
 
@@ -314,6 +314,14 @@ def test_a_snapshot_that_is_passed_over_is_stale(job: Job, measured: Measured) -
     assert path.name in stale.said
     assert measured.happened()["stale"] == 1
     job.die(run)
+
+
+def test_hosts_have_no_label_each(measured: Measured) -> None:
+    """A snapshot may be read from many hosts, from parity, and block by block from storage."""
+    watch = Watch("load", "run")
+    for place, nbytes in (("this host", 1), ("node-3", 2), ("node-4", 4), ("parity", 8), ("storage", 16)):
+        watch(bcp.extend.TierEvent("read", 1, "0123456789abcdef", 0.0, nbytes=nbytes, place=place))
+    assert measured.values("bcp.tier.read") == {("own host",): 1, ("other hosts",): 6, ("parity",): 8, ("storage",): 16}
 
 
 # -- spans, log lines, alerts ---------------------------------------------------------------------
