@@ -57,7 +57,7 @@ def saver(inner: Backend, unchanging: bytes, *, overwrite: bool) -> Callable[[Tu
         )
         watch = SimpleNamespace(trace="")
         facts = {"rank": 0, "backend": backend, "path": "the path", "options": options, "watch": watch}
-        job = cast("Any", SimpleNamespace(**facts, permit=None, metrics={}))
+        job = cast("Any", SimpleNamespace(**facts, permit=None, metrics={}, names=None))
         async with undone_on_error(job) as undo:
             opened, answer = await open_save(Target.of(job), "torch", [bytes(16)])
             opening = Opening.decode(answer)
