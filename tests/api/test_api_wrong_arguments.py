@@ -42,7 +42,7 @@ def test_a_field_of_options_takes_the_value_or_names_itself(kind: type[Any]) -> 
 
 NONES = {
     bcp.SaveOptions: {"budget_bytes", "pinned_bytes", "io_workers", "ionice", "retries", "step"},
-    bcp.LoadOptions: {"rename", "io_workers", "retries", "record", "step"},
+    bcp.LoadOptions: {"rename", "io_workers", "cold", "retries", "record", "step"},
     bcp.RetryPolicy: {"hedge_seconds"},
 }
 

@@ -27,6 +27,7 @@ import bcp
 from bcp.errors import BcpError, CoverageError, InputError, PeerError
 from bcp.format.metadata import METADATA_KEY
 from bcp.tiers.folder import NodeFolder
+from bcp.tiers.notes import COMMITTED
 
 WIDTH = 24
 PATIENCE = 240.0
@@ -161,6 +162,9 @@ def test_survivors_save_alone(kind: str, left: tuple[int, ...], ranks4: Ranks, r
     assert told == [bcp.Survivors(3, left, path) if rank in left else None for rank in range(4)]
     assert str(told[left[0]]) == f"ranks {', '.join(map(str, left))} have saved step 3 in memory"
     until(lambda: committed(root) == [3], "the agents make it durable")
+    operation = bcp.Checkpoint(path).operation
+    folders = [NodeFolder(root / f"node-{node}") for node in {rank // 2 for rank in left}]
+    until(lambda: all(each.ended().get(operation) == COMMITTED for each in folders), "all agents know of it")
     take_away(root / "run" / "step-00000003")
     hosts = len({rank // 2 for rank in left})
     assert ranks3.run(resumed, root, "plain", (0, 1, 0)) == [(3, hosts)] * 3
