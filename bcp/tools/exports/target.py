@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bcp.backends import LocalBackend
+from bcp.backends.cooled import hot_of
 from bcp.backends.keys import check_key
 from bcp.backends.place import Path, place_of
 from bcp.errors import CorruptError, ExistsError, InputError, StorageError
@@ -108,7 +109,7 @@ class Target:
 
 def _common_files(source: Source, backend: Backend, keys: Sequence[str]) -> list[str]:
     """Return the keys of a folder that are files of the source: those of another library may lie anywhere. Blocks."""
-    foreign, theirs = source.metadata.foreign, source.backend
+    foreign, theirs = source.metadata.foreign, hot_of(source.backend)
     if foreign is None:  # the folder of a checkpoint of bcp is refused as a target
         return []
     if isinstance(theirs, LocalBackend) and isinstance(backend, LocalBackend):
