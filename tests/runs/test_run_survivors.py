@@ -168,7 +168,7 @@ def test_survivors_save_alone(kind: str, left: tuple[int, ...], ranks4: Ranks, r
     take_away(root / "run" / "step-00000003")
     hosts = len({rank // 2 for rank in left})
     assert ranks3.run(resumed, root, "plain", (0, 1, 0)) == [(3, hosts)] * 3
-    assert committed(root) == []
+    assert 3 not in committed(root), "an agent that has no files of step 3 may store step 2"
     assert ranks4.run(resumed, root, kind, (0, 0, 1, 1)) == [(3, hosts)] * 4
 
 
