@@ -268,6 +268,8 @@ def test_ranks_of_torchrun_are_killed_one_after_the_other(root: Path) -> None:
     assert committed(root)[-1] == 5
 
 
+@pytest.mark.long
+@pytest.mark.kills
 def test_a_lost_host_is_replaced_by_copies(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
     """Each of four hosts has the files of the one before it. The next lives are on those that are left."""
     assert ranks4.run(trained, root, 4, (0, 1, 2, 3), "sharded", 2) == [(0, 0)] * 4
@@ -281,6 +283,8 @@ def test_a_lost_host_is_replaced_by_copies(ranks4: Ranks, ranks3: Ranks, root: P
         assert len([*root.glob(f"node-{node}/model/*")]) <= 10, "the folder grows"
 
 
+@pytest.mark.long
+@pytest.mark.kills
 def test_a_lost_host_is_rebuilt_from_parity(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
     """Four hosts of a group, and then three, which lose one again. Nothing is in storage."""
     assert ranks4.run(trained, root, 4, (0, 1, 2, 3), "sharded", 1, 4) == [(0, 0)] * 4
@@ -297,6 +301,8 @@ def test_a_lost_host_is_rebuilt_from_parity(ranks4: Ranks, ranks3: Ranks, root: 
         assert len([*root.glob(f"node-{node}/parity/*.xor")]) <= 3, "the folder grows"
 
 
+@pytest.mark.long
+@pytest.mark.kills
 def test_a_flipped_bit_in_parity_leads_to_the_snapshot_in_storage(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
     """The agents have stored the one that the second life came back from; the third one goes on from there."""
     assert ranks4.run(trained, root, 3, (0, 1, 2, 3), "sharded", 1, 4) == [(0, 0)] * 4
@@ -340,6 +346,8 @@ def followed(root: Path) -> list[tuple[str, int | None, str]]:
     return [(each.what, each.step, each.operation) for each in events if isinstance(each, bcp.extend.TierEvent)]
 
 
+@pytest.mark.long
+@pytest.mark.kills
 def test_all_ranks_tell_the_same_and_one_report_has_them(ranks3: Ranks, root: Path) -> None:
     told = ranks3.run(followed, root)
     assert told[0] == told[1] == told[2]
