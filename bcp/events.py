@@ -12,7 +12,10 @@ from bcp._text import hidden
 
 __all__ = [
     "LOST",
+    "OWN_HOST",
     "PHASES",
+    "REBUILT",
+    "STORED",
     "TIER_HAPPENINGS",
     "BudgetEvent",
     "Event",
@@ -192,6 +195,9 @@ TIER_HAPPENINGS: tuple[TierHappening, ...] = get_args(TierHappening)
 
 LOST: frozenset[TierHappening] = frozenset({"superseded", "refused", "left", "damaged"})
 """Ends of a snapshot that was on its way to storage, and will never be durable."""
+
+OWN_HOST, REBUILT, STORED = "this host", "parity", "storage"
+"""Places that a resumption reads a snapshot from; all others are names of hosts."""
 
 
 @dataclass(frozen=True, slots=True)

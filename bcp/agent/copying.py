@@ -193,11 +193,10 @@ class Copier:
     def _free(self) -> list[Path]:
         """Return the files of copies that are not needed any more; they count no more. Blocks, while arranging."""
         copies, there = self.folder.copies(), self.folder.data_files()
-        ages = {mark: age for mark, age in self.folder.ages().items() if mark not in copies}
-        own = {mark.operation: age for mark, age in ages.items()}
+        own = {mark.operation: age for mark, age in self.folder.own_ages().items()}
         is_marked = {mark for mark in copies if self.folder.is_marked(mark)}
-        needed = {*needed_operations(copies, is_marked, self.folder.sources().nodes, own), self._rescued}
-        needed |= self.folder.wanted() - self.folder.ended().keys()  # a job goes on from it, and storage has it not
+        needed = needed_operations(copies, is_marked, self.folder.sources().nodes, own)
+        needed |= {self._rescued, *self.folder.awaited()}
         old = [mark for mark in copies if mark.operation not in needed and self.folder.take(mark)]
         return [path for mark in old for path in there.get(mark, ())]
 

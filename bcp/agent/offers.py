@@ -14,18 +14,16 @@ def offered(folder: NodeFolder) -> Offered:
 
     Trainers choose it, or have gone on from it: then all ranks have marked it, in whatever layout.
     """
-    copies, ended, living = folder.copies(), folder.ended(), {*folder.members()}
-    wanted = folder.wanted() - ended.keys()
-    own = {mark: age for mark, age in folder.ages().items() if mark not in copies}
+    ended, living, awaited, own = folder.ended(), {*folder.members()}, folder.awaited(), folder.own_ages()
     begun: dict[str, float] = {}
     for mark, age in own.items():
         begun[mark.operation] = max(age, begun.get(mark.operation, 0.0))
     for each in sorted(begun, key=lambda each: -begun[each]):
         marks = sorted(mark for mark in own if mark.operation == each)
-        is_whole = each in wanted or living <= {mark.rank for mark in marks}
+        is_whole = each in awaited or living <= {mark.rank for mark in marks}
         if ended.get(each) == LEFT or not is_whole:
             continue  # others of this host are about to mark it
         with folder.holding(marks[0]) as held:
-            if held is not None and (held.intent.copied or each in wanted):
+            if held is not None and (held.intent.copied or each in awaited):
                 return Offered(each, tuple(mark.rank for mark in marks))
     return Offered("")

@@ -21,6 +21,7 @@ from bcp.agent.fetching import fetched_receipt
 from bcp.agent.offers import offered
 from bcp.agent.pace import Pace
 from bcp.errors import BcpError, CorruptError
+from bcp.events import OWN_HOST
 from bcp.format.receipt import Receipt
 from bcp.pipeline import Pipeline, Stage
 from bcp.plan.parity import Row, segment_for
@@ -37,7 +38,6 @@ from bcp.tiers.wire import OFFER
 
 __all__ = ["ParityKeeper"]
 
-OWN = "this host"
 KEPT = 2
 """Stripes that stay: the newest one, and the one before it, since other hosts may not have the newest yet."""
 
@@ -103,7 +103,7 @@ class ParityKeeper:
         The next round tells them that this host has the stripe.
         """
         held = self._held.get(sources.nodes, "")
-        self.troubles = {name: error for name, error in self.troubles.items() if name in (*sources.nodes, OWN)}
+        self.troubles = {name: error for name, error in self.troubles.items() if name in (*sources.nodes, OWN_HOST)}
         token = await in_thread(self.folder.token)
         async with AsyncExitStack() as stack:
             offers: list[Offer] = []
@@ -125,9 +125,9 @@ class ParityKeeper:
             try:
                 await self._make(sources.place, own, offers)
             except (BcpError, OSError) as error:
-                self._tell(OWN, error)
+                self._tell(OWN_HOST, error)
                 return False
-        self.troubles.pop(OWN, None)
+        self.troubles.pop(OWN_HOST, None)
         self._held = {sources.nodes: own.operation}
         return True
 
@@ -136,10 +136,9 @@ class ParityKeeper:
         stripes = self.folder.parity.ages()
         if not stripes:
             return
-        copies = self.folder.copies()
-        own = {mark.operation: age for mark, age in self.folder.ages().items() if mark not in copies}
-        for operation, age in stripes.items():
-            if sum(other > age for other in own.values()) >= KEPT and operation not in self._waited_for():
+        own = {mark.operation: age for mark, age in self.folder.own_ages().items()}
+        for operation in stripes.keys() - self.folder.awaited():
+            if sum(other > stripes[operation] for other in own.values()) >= KEPT:
                 self.folder.parity.give_back(operation)
 
     def _tell(self, name: str, error: Exception) -> None:
@@ -221,11 +220,7 @@ class ParityKeeper:
         ages, ended = self.folder.parity.ages(), self.folder.ended()
         whole = sorted((each for each in ages if ended.get(each) != LEFT), key=lambda each: -ages[each])
         kept = [operation, *(each for each in whole if each != operation)] if operation else whole
-        return self.folder.parity.operations() - {*kept[:KEPT], *self._waited_for()}
-
-    def _waited_for(self) -> set[str]:
-        """Return the snapshots that a job has gone on from, and that storage has not yet. Blocks."""
-        return self.folder.wanted() - self.folder.ended().keys()
+        return self.folder.parity.operations() - {*kept[:KEPT], *self.folder.awaited()}
 
     def _tidy(self) -> None:
         """Give back the memory of stripes that are not needed any more. Blocks."""

@@ -41,7 +41,7 @@ PAUSE_SECONDS = 0.1
 INTENT = re.compile(r"intents/([0-9]{5,10})-([0-9a-f]{16})")
 LAYOUT = re.compile(r"layouts/([0-9a-f]{32})")
 
-Holding = Held | ParityRecord | None
+InUse = Held | ParityRecord | None
 """What a connection holds for its reader, by the mark of files, or by the save of a stripe; None if it is not there."""
 
 
@@ -141,7 +141,7 @@ class MemoryServer:
                 connection.settimeout(GREETING_SECONDS)
                 welcome(wire, self._folder.token())
                 connection.settimeout(IDLE_SECONDS)
-                held: dict[Mark | str, Holding] = {}
+                held: dict[Mark | str, InUse] = {}
                 while True:
                     try:
                         self._answer(connection, wire, stack, held)
@@ -155,7 +155,7 @@ class MemoryServer:
             with self._lock:
                 self._open.discard(connection)
 
-    def _answer(self, connection: socket.socket, wire: Wire, stack: ExitStack, held: dict[Mark | str, Holding]) -> None:
+    def _answer(self, connection: socket.socket, wire: Wire, stack: ExitStack, held: dict[Mark | str, InUse]) -> None:
         """Answer one request. Raises CorruptError before the answer for a file that is damaged."""
         want = pull_request(wire)
         told = self._board.post(want).encode() if isinstance(want, Post) else self._told(want.key)
@@ -176,7 +176,7 @@ class MemoryServer:
         return None
 
     def _send_file(
-        self, connection: socket.socket, wire: Wire, want: Want, stack: ExitStack, held: dict[Mark | str, Holding]
+        self, connection: socket.socket, wire: Wire, want: Want, stack: ExitStack, held: dict[Mark | str, InUse]
     ) -> None:
         """Send bytes of a marked file, or of a stripe that counts."""
         reason = self._missing(want.key, stack, held)
@@ -198,7 +198,7 @@ class MemoryServer:
         finally:
             os.close(fd)
 
-    def _missing(self, key: str, stack: ExitStack, held: dict[Mark | str, Holding]) -> tuple[Status, str] | None:
+    def _missing(self, key: str, stack: ExitStack, held: dict[Mark | str, InUse]) -> tuple[Status, str] | None:
         """Hold the file of a key, and make its receipt if it is one; or return why nobody may read it."""
         operation = operation_in(key)
         owner = operation or _owner(key)

@@ -6,7 +6,7 @@ holder: a set difference, for which no tensor is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bcp.plan.columns import Ints
 from bcp.plan.parity import Group, Stripe, groups_with
 
-__all__ = ["Holding", "Whole", "divide", "newest_whole"]
+__all__ = ["Holding", "Whole", "divide", "judged", "newest_whole"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +76,23 @@ def newest_whole(
 ) -> tuple[Whole | None, Mapping[str, str]]:
     """Return the snapshot of the latest step that is whole, and why later ones are not, by their operations.
 
+    The arguments are those of :func:`judged`.
+    """
+    reasons: dict[str, str] = {}
+    for operation, whole in judged(told, without, parity):
+        if isinstance(whole, Whole):
+            return whole, reasons
+        reasons[operation] = whole
+    return None, reasons
+
+
+def judged(
+    told: Sequence[Sequence[Holding]],
+    without: Collection[tuple[int, str]] = (),
+    parity: Sequence[Sequence[Stripe]] = (),
+) -> Iterator[tuple[str, Whole | str]]:
+    """Yield the operation of each snapshot, the latest step first, with its holders; or why it is not whole.
+
     Args:
         told: the holdings of each host.
         without: hosts and operations whose files turned out to be damaged.
@@ -92,13 +109,9 @@ def newest_whole(
         for stripe in there:
             if (host, stripe.operation) not in without:
                 stripes.setdefault(stripe.operation, []).append((host, stripe))
-    reasons: dict[str, str] = {}
     for operation, held in sorted(found.items(), key=lambda each: (-each[1][0][1].step, each[0])):
         whole = _whole(held, stripes.get(operation, ()))
-        if isinstance(whole, Whole):
-            return whole, reasons
-        reasons[operation] = f"step {held[0][1].step}: {whole}"
-    return None, reasons
+        yield operation, whole if isinstance(whole, Whole) else f"step {held[0][1].step}: {whole}"
 
 
 def _whole(held: Sequence[tuple[int, Holding]], stripes: Sequence[tuple[int, Stripe]]) -> Whole | str:

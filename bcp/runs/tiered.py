@@ -25,7 +25,7 @@ from bcp.backends import resolve, shown
 from bcp.backends.place import place_of
 from bcp.coordinators.hosts import here, identity, stated_address
 from bcp.errors import BcpError, CorruptError, InputError, StorageError
-from bcp.events import SaveResult, TierEvent, TierHappening
+from bcp.events import STORED, SaveResult, TierEvent, TierHappening
 from bcp.options import SaveOptions
 from bcp.planners import Framework
 from bcp.policies.save import Moment, SavePolicy, as_save_policy, divided
@@ -36,7 +36,6 @@ from bcp.tiers.folder import NodeFolder
 from bcp.tiers.following import Followed
 from bcp.tiers.meeting import Meeting, MeetingPlace, meet
 from bcp.tiers.memory import TierMemory
-from bcp.tiers.near import STORAGE
 from bcp.tiers.notes import COMMITTED, GONE, LEFT, REFUSED, SUPERSEDED, Mark
 from bcp.tiers.options import Tiers
 from bcp.tiers.recovery import Found, Hosts, Memories, Snapshot, find_whole, newest_held
@@ -251,7 +250,7 @@ class Tiered:
         left = folder.leave_behind(found.operation if found is not None else "")
         folder.put_sources(self._sources)  # not before: ranks were still loading the copies of a lost host
         self._joined.copies = len(self._sources.nodes)
-        from_storage = 0 if found is None else found.storage.read_nbytes[STORAGE]
+        from_storage = 0 if found is None else found.storage.read_nbytes[STORED]
         return LeftBehind(tuple(each.place for each in left), tuple(each.operation for each in left), from_storage)
 
     def _opened(self, rank: int, world_size: int) -> NodeFolder:

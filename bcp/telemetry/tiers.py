@@ -9,17 +9,14 @@ from typing import Literal
 
 from opentelemetry.metrics import Counter, Meter, Observation
 
-from bcp.events import LOST, TIER_HAPPENINGS, TierEvent
+from bcp.events import LOST, OWN_HOST, REBUILT, STORED, TIER_HAPPENINGS, TierEvent
 from bcp.telemetry.watch import Watch
 
-__all__ = ["OWN_HOST", "Tier", "TierCounters", "TierStates"]
+__all__ = ["Tier", "TierCounters", "TierStates"]
 
 Tier = Literal["memory", "copies", "storage"]
 
-OWN_HOST = "this host"
-"""Place of files that a resumption has read from the memory of its own host."""
-
-PLACES = {OWN_HOST: "own host", "parity": "parity", "storage": "storage"}
+PLACES = {OWN_HOST: "own host", REBUILT: "parity", STORED: "storage"}
 """Labels of places; all other hosts have one."""
 
 REACHED: Mapping[str, Tier] = {"released": "memory", "copied": "copies", "durable": "storage"}

@@ -264,6 +264,12 @@ class NodeFolder(Notes, HostLocks):
                 found[mark] = self._path(mark).stat().st_mtime
         return found
 
+    def own_ages(self) -> dict[Mark, float]:
+        """Return the same of this host's own files, without copies of other hosts' files."""
+        ages = self.ages()
+        copies = self.copies()  # behind the marks: a copy is noted before it is marked
+        return {mark: age for mark, age in ages.items() if mark not in copies}
+
     def is_marked(self, mark: Mark) -> bool:
         """Whether files count."""
         return self._path(mark).exists()

@@ -30,7 +30,7 @@ from bcp.tiers.peer import PeerMemory
 from bcp.tiers.recovery import Hosts
 from bcp.tiers.wire import LIVING, split_address
 
-__all__ = ["Board", "Meeting", "MeetingPlace", "close_coordinator", "meet"]
+__all__ = ["Meeting", "MeetingNotes", "MeetingPlace", "close_coordinator", "meet"]
 
 CAME, CLOSED, AT = "came/", "closed", "at/"
 PAUSE_SECONDS = 0.1
@@ -93,7 +93,7 @@ class MeetingPlace:
         return None if any(now - since <= REFUSED_SECONDS for since in silent.values()) else ranks
 
 
-class Board:
+class MeetingNotes:
     """The notes of one meeting, at the first agent that answers.
 
     Attributes:
@@ -177,7 +177,7 @@ class Meeting:
     """
 
     place: MeetingPlace
-    board: Board
+    board: MeetingNotes
     came: Sequence[Attended]
 
     @property
@@ -209,7 +209,7 @@ class Meeting:
         facts = (self.place.name, self.ranks)
         secret = proof(self.place.token, "survivors", *facts).hex()
         session = sha256(repr(facts).encode()).hexdigest()[:16]
-        rendezvous = _BoardRendezvous(self.board, Invitation(places[number], secret, session), address)
+        rendezvous = _NotedRendezvous(self.board, Invitation(places[number], secret, session), address)
         return GrpcCoordinator(number, len(self.came), rendezvous, tls)
 
 
@@ -222,7 +222,7 @@ async def meet(place: MeetingPlace, own: Attended) -> Meeting:
         BcpError: this rank came when the meeting was closed.
 
     """
-    board, began, silent = Board(place), time.monotonic(), dict[str, float]()
+    board, began, silent = MeetingNotes(place), time.monotonic(), dict[str, float]()
     await board.post(f"{CAME}{own.rank}", own.encode())
     while CLOSED not in board.notes:
         came, waited = _came(board.notes), time.monotonic() - began
@@ -262,10 +262,10 @@ async def close_coordinator(ranks: Coordinator) -> None:
         await ranks.aclose()  # type: ignore[attr-defined]  # of GrpcCoordinator, whose import is late
 
 
-class _BoardRendezvous(KnownPlaces):
+class _NotedRendezvous(KnownPlaces):
     """A rendezvous of ranks that tell their addresses by notes at an agent."""
 
-    def __init__(self, board: Board, invitation: Invitation, address: str) -> None:
+    def __init__(self, board: MeetingNotes, invitation: Invitation, address: str) -> None:
         self._board, self._invitation = board, invitation
         self._host = f"[{address}]" if ":" in address else address
 

@@ -30,10 +30,7 @@ from bcp.protocols import Backend, Buffer, ObjectInfo, Version, flat_view
 from bcp.runtime.threads import in_thread
 from bcp.tiers.refusals import ReadOnly
 
-__all__ = ["STORAGE", "Copy", "NearBackend", "UnreachableError"]
-
-STORAGE = "storage"
-"""Name of the durable place among the copies."""
+__all__ = ["Copy", "NearBackend", "UnreachableError"]
 
 
 class UnreachableError(StorageError):

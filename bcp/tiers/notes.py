@@ -284,6 +284,10 @@ class Notes:
         with told(self.root):
             return {path.name for path in (self.root / WANTED).iterdir()}
 
+    def awaited(self) -> set[str]:
+        """Return the operations of those that have not ended: a job goes on from them, and storage has them not."""
+        return self.wanted() - self.ended().keys()
+
     def _small(self, name: str) -> bytes:
         try:
             with told(self.root / name):

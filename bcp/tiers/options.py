@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from bcp.errors import InputError
+from bcp.events import OWN_HOST, REBUILT, STORED
 
 __all__ = ["Tiers"]
 
@@ -85,6 +86,8 @@ class Tiers:
             text = getattr(self, name)
             if text is not None and not (isinstance(text, str) and text and text.isprintable()):
                 raise InputError(f"Tiers({name}={text!r}): pass a text, or None")
+        if self.node in (OWN_HOST, REBUILT, STORED):
+            raise InputError(f"Tiers(node={self.node!r}) is a word of reports about resumptions: give the host a name")
         if self.folder is not None and not (isinstance(self.folder, str | os.PathLike) and os.fspath(self.folder)):
             raise InputError(
                 f"Tiers(folder={self.folder!r}): pass a directory on a tmpfs, as '/dev/shm/run-7', or None"

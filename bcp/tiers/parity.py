@@ -12,6 +12,7 @@ import numpy as np
 from bcp._messages.tiers import HeldGroup, Intent, ParityRecord
 from bcp.backends.small import get_small
 from bcp.errors import CheckpointError, CorruptError, StorageError
+from bcp.events import REBUILT
 from bcp.format.metadata import owner_of, receipt_key
 from bcp.format.receipt import Receipt, encode_receipt
 from bcp.plan.holders import Whole
@@ -260,6 +261,6 @@ def rebuilt_copies(whole: Whole, places: Sequence[Copy], copies: Mapping[int, Se
         for member, ranks in enumerate(group.members):
             if group.rebuilds(member, is_held):
                 others = {number: each for number, each in stripes.items() if number != member}
-                copy = Copy("parity", Rebuilt(whole.operation, group.members, member, others, files), "host")
+                copy = Copy(REBUILT, Rebuilt(whole.operation, group.members, member, others, files), "host")
                 found |= dict.fromkeys(ranks, copy)
     return found

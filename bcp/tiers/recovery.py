@@ -31,16 +31,17 @@ from bcp._messages.tiers import (
 from bcp._sockets import new_token
 from bcp.coordinators.hosts import identity
 from bcp.errors import BcpError, CorruptError, InputError
+from bcp.events import OWN_HOST, STORED
 from bcp.format.metadata import encode_metadata
 from bcp.format.receipt import receipt_digest
-from bcp.plan.holders import Holding, Whole, divide, newest_whole
+from bcp.plan.holders import Holding, Whole, divide, judged, newest_whole
 from bcp.plan.parity import Stripe, groups_of
 from bcp.protocols import Backend, Coordinator
 from bcp.runtime.threads import in_thread
 from bcp.tiers.digests import digested
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.intent import commit_of
-from bcp.tiers.near import STORAGE, Copy, NearBackend
+from bcp.tiers.near import Copy, NearBackend
 from bcp.tiers.notes import LEFT, Mark
 from bcp.tiers.packing import packed, unpacked
 from bcp.tiers.parity import group_of, held_group, held_parity, known_intent, rebuilt_copies, stripes_in
@@ -50,7 +51,6 @@ __all__ = ["Durable", "Found", "Hosts", "Memories", "Reach", "Snapshot", "find_w
 
 Reach = Callable[[str, str, bytes], Backend]
 Durable = Callable[[str], Backend]
-THIS_HOST = "this host"
 DIGEST_BYTES = 16
 
 
@@ -174,7 +174,7 @@ class Memories:
                 answered = await gather_broadcast(agreement, "digests", rank, share, make)
                 made = MadeMetadata.decode(answered, sender=0)
                 if made.metadata:
-                    last = Copy(STORAGE, durable(made.place), "storage")
+                    last = Copy(STORED, durable(made.place), "storage")
                     storage = NearBackend(made.metadata, self._copies(whole, reach, last))
                     count = len({*whole.holder.tolist()})
                     return Found(operation, snapshot.step, made.place, count, storage.metrics, storage)
@@ -185,7 +185,7 @@ class Memories:
         node, copies = self._node, dict[int, list[Copy]]()
         others = zip(self.hosts.names, self.hosts.addresses, strict=True)
         places = {name: Copy(name, reach(name, address, self._token), "host") for name, address in others}
-        places[node] = Copy(THIS_HOST, self._folder.files)
+        places[node] = Copy(OWN_HOST, self._folder.files)
         for rank in np.flatnonzero(whole.is_held()).tolist():
             names = (self.hosts.names[host] for host in whole.of(rank).tolist())
             copies[rank] = [places[name] for name in sorted(names, key=lambda name: name != node)]
@@ -280,13 +280,12 @@ class _Leader:
         there = [[_holding(each) for each in one if each.operation not in others] for one in held]
         self._there, self._host_of = there, [number[each.node] for each in told]
         self._parity = await in_thread(stripes_in, [first[name].parity for name in names])
-        snapshots: list[Whole] = []
-        whole, why = newest_whole(there, parity=self._parity)
-        while whole is not None:
-            snapshots.append(whole)
-            listed = {each.operation for each in snapshots}
-            rest = [[each for each in one if each.operation not in listed] for one in there]
-            whole, _ = newest_whole(rest, parity=self._parity)
+        snapshots, why = list[Whole](), list[str]()
+        for _, whole in judged(there, parity=self._parity):
+            if isinstance(whole, Whole):
+                snapshots.append(whole)
+            elif not snapshots:  # it is newer than all that can be loaded
+                why.append(whole)
         return WholeSnapshots(
             token,
             tuple(names),
@@ -294,7 +293,7 @@ class _Leader:
             packed(self._host_of),
             tuple(each.operation for each in snapshots),
             tuple(each.step for each in snapshots),
-            (*why.values(), *others.values()),
+            (*why, *others.values()),
         ).encode()
 
     async def _of_other_branches(self, held: Sequence[Sequence[HeldRanks]]) -> Mapping[str, str]:

@@ -190,6 +190,7 @@ def test_arguments_that_do_not_go_together(arguments: dict[str, Any], words: str
     [
         ({"agent": "none"}, "agent='none'"),
         ({"node": ""}, "node=''"),
+        ({"node": "storage"}, "node='storage'.*give the host a name"),
         ({"folder": 7}, "folder=7"),
         ({"listen": 80}, "listen=80"),
         ({"copies": 0}, "copies=0"),

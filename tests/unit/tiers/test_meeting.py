@@ -12,11 +12,11 @@ import pytest
 
 from bcp._messages.tiers import Attended, Note, Post, Posted
 from bcp.agent import board as agent_board
-from bcp.agent.board import Board as AgentBoard
+from bcp.agent.board import Board
 from bcp.agent.serve import MemoryServer
 from bcp.errors import BcpError, PeerError, StorageError
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.meeting import Board, Meeting, MeetingPlace, close_coordinator, meet
+from bcp.tiers.meeting import Meeting, MeetingNotes, MeetingPlace, close_coordinator, meet
 from bcp.tiers.recovery import Hosts
 
 TOKEN = b"the token of this job"
@@ -117,7 +117,7 @@ def test_ranks_that_live_and_do_not_come(job: Job) -> None:
 
 def test_the_first_one_dies_before_it_closes_the_meeting(job: Job) -> None:
     async def come() -> None:
-        await Board(job.place()).post("came/0", Attended(0, WORLD, 7, "n0").encode())
+        await MeetingNotes(job.place()).post("came/0", Attended(0, WORLD, 7, "n0").encode())
         await job.meet(3, SHORT)
 
     with pytest.raises(PeerError, match=r"rank 0 \(host n0\) came first, and has not closed the meeting") as caught:
@@ -126,7 +126,7 @@ def test_the_first_one_dies_before_it_closes_the_meeting(job: Job) -> None:
 
 
 def test_an_agent_that_begins_anew_has_forgotten_the_meeting(job: Job) -> None:
-    board = Board(job.place())
+    board = MeetingNotes(job.place())
 
     async def restarted() -> None:
         await board.post("came/0", b"first")
@@ -141,7 +141,7 @@ def test_an_agent_that_begins_anew_has_forgotten_the_meeting(job: Job) -> None:
 
 
 def test_notes_come_once_and_in_order(monkeypatch: Any) -> None:
-    board = AgentBoard()
+    board = Board()
     monkeypatch.setattr(agent_board, "ANSWERED", 2)
     for key, value in (("a", b"1"), ("b", b"2"), ("a", b"3"), ("c", b"4")):
         board.post(Post("life-0", 0, key, value))
@@ -150,11 +150,11 @@ def test_notes_come_once_and_in_order(monkeypatch: Any) -> None:
     assert board.post(Post("life-0", 2)).notes == (Note("c", b"4"),)
     assert board.post(Post("life-0", 9)).notes == ()
     assert board.post(Post("life-1", 0)) == Posted(first.board, ())
-    assert AgentBoard().post(Post("life-0", 0)).board != first.board
+    assert Board().post(Post("life-0", 0)).board != first.board
 
 
 def test_a_board_has_an_end(monkeypatch: Any) -> None:
-    board = AgentBoard()
+    board = Board()
     monkeypatch.setattr(agent_board, "MOST_NOTES", 2)
     for key in ("a", "b", "b"):
         board.post(Post("life-0", 0, key))
