@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import anyio
 import numpy as np
 
 from bcp._log import log
@@ -31,6 +32,11 @@ from bcp.runtime.threads import in_thread
 from bcp.tiers.refusals import ReadOnly
 
 __all__ = ["Copy", "NearBackend", "UnreachableError"]
+
+RESTART_SECONDS = 15.0
+"""For an agent that has died: its parent starts it again, and a read without another copy waits for it."""
+
+NAP_SECONDS = 0.5
 
 
 class UnreachableError(StorageError):
@@ -110,19 +116,18 @@ class NearBackend(ReadOnly):
             return self._metadata
         if key in self._receipts:
             return self._receipts[key]
-        rank, passed = self._rank(key), []
-        for copy in self._copies.get(rank, ()):
-            try:
-                data = await get_small(copy.files, key)
-            except (FileNotFoundError, CheckpointError, InputError, StorageError) as error:
-                passed.append(self._failed(copy, key, error))
-                continue
-            if receipt_digest(data) == self._commit.receipt(rank):
-                self.read_nbytes[copy.name] += memoryview(data).nbytes
-                self._receipts[key] = data
-                return data
-            passed.append(self._pass_over(copy, key, "it is not the receipt of this save"))
-        raise self._lost(key, passed)
+        rank = self._rank(key)
+
+        async def read(copy: Copy) -> str:
+            data = await get_small(copy.files, key)
+            if receipt_digest(data) != self._commit.receipt(rank):
+                return "it is not the receipt of this save"
+            self.read_nbytes[copy.name] += memoryview(data).nbytes
+            self._receipts[key] = data
+            return ""
+
+        await self._try_copies(rank, key, read)
+        return self._receipts[key]
 
     async def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill ``out`` from the first copy whose blocks have their checksums."""
@@ -131,18 +136,15 @@ class NearBackend(ReadOnly):
     async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         """Fill the buffers from the first copy whose blocks have their checksums."""
         rank = self._rank(key)
-        blocks, passed = await self._blocks_of(rank, key), []
-        for copy in self._copies.get(rank, ()):
-            try:
-                await read_scattered(copy.files, key, start, outs)
-            except (FileNotFoundError, CheckpointError, InputError, StorageError) as error:
-                passed.append(self._failed(copy, key, error))
-                continue
-            if not (wrong := await in_thread(_wrong, blocks, start, outs)):
-                self.read_nbytes[copy.name] += sum(map(len, outs))
-                return
-            passed.append(self._pass_over(copy, key, wrong))
-        raise self._lost(key, passed)
+        blocks = await self._blocks_of(rank, key)
+
+        async def read(copy: Copy) -> str:
+            await read_scattered(copy.files, key, start, outs)
+            wrong = await in_thread(_wrong, blocks, start, outs)
+            self.read_nbytes[copy.name] += 0 if wrong else sum(map(len, outs))
+            return wrong
+
+        await self._try_copies(rank, key, read)
 
     async def version(self, key: str) -> Version | None:
         """Return the digest of the metadata; there is nothing else that changes."""
@@ -158,6 +160,36 @@ class NearBackend(ReadOnly):
             await copy.files.aclose()
 
     # -- details -----------------------------------------------------------------------------------
+
+    async def _try_copies(self, rank: int, key: str, read: Callable[[Copy], Awaitable[str]]) -> None:
+        """Read from the nearest copy that is intact.
+
+        Hosts that fail are asked again for a while, if no other copy can be used.
+
+        Args:
+            rank: that has saved the file.
+            key: of the file.
+            read: reads from a copy, and says what is wrong with it; an empty text if all is well.
+
+        """
+        until, copies, damaged = time.monotonic() + RESTART_SECONDS, self._copies.get(rank, ()), list[Passed]()
+        while True:
+            passed = []
+            for copy in copies:
+                try:
+                    wrong = await read(copy)
+                except (FileNotFoundError, CheckpointError, InputError, StorageError) as error:
+                    passed.append(self._failed(copy, key, error))
+                    continue
+                if not wrong:
+                    return
+                passed.append(self._pass_over(copy, key, wrong))
+            lost = self._lost(key, [*damaged, *passed])
+            if not isinstance(lost, UnreachableError) or time.monotonic() > until:
+                raise lost
+            damaged += [each for each in passed if each.is_certain]
+            copies = [each.copy for each in passed if not each.is_certain]
+            await anyio.sleep(NAP_SECONDS)
 
     async def _blocks_of(self, rank: int, key: str) -> Blocks:
         """Return the blocks of a data file, with their checksums."""

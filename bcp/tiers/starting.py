@@ -22,6 +22,7 @@ from bcp._log import log
 from bcp._version import __version__
 from bcp.errors import InputError, StorageError
 from bcp.tiers.folder import NodeFolder
+from bcp.tiers.wire import greets
 
 __all__ = ["await_agent", "start_agent", "way_of"]
 
@@ -29,6 +30,7 @@ START_SECONDS = 60.0
 """For a process that imports no torch, on a host whose cores are all taken."""
 
 NAP_SECONDS = 0.05
+GREETING_SECONDS = 5.0
 LOG, OPTIONS = "agent.log", "storage-options.json"
 SHOWN = 2_000
 
@@ -63,7 +65,7 @@ def start_agent(
     words = [str(folder.root), durable, "--node", node, "--listen", listen]
     words += [] if pace is None else ["--pace", str(pace)]
     way = way_of(durable, node, listen, pace, text)
-    while not _serves(folder) or folder.way() not in ("", way):
+    while not _answers(folder) or folder.way() not in ("", way):
         with folder.starting() as is_first:
             if is_first and folder.is_served() and folder.way() not in ("", way):
                 log.info("an agent that was started otherwise makes way for another one", folder=str(folder.root))
@@ -115,6 +117,13 @@ def await_agent(folder: NodeFolder, seconds: float) -> None:
 
 def _serves(folder: NodeFolder) -> bool:
     return folder.is_served() and bool(folder.address())
+
+
+def _answers(folder: NodeFolder) -> bool:
+    """Whether the agent serves, and greets a reader. One that was killed a moment ago may still have its locks."""
+    if not _serves(folder):
+        return False
+    return not folder.token() or greets(folder.address(), GREETING_SECONDS)  # without a token nobody is greeted
 
 
 class _Started:

@@ -23,6 +23,7 @@ __all__ = [
     "Status",
     "StrangerError",
     "dial",
+    "greets",
     "pull_head",
     "pull_request",
     "push_answer",
@@ -135,6 +136,18 @@ def connected(address: tuple[str, int], seconds: float) -> socket.socket:
     made = socket.create_connection(address, timeout=seconds)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return made
+
+
+def greets(address: str, seconds: float) -> bool:
+    """Whether an agent at ``host:port`` greets a reader within so many seconds. Blocks."""
+    try:
+        with connected(split_address(address), seconds) as connection:
+            wire, greeting = Wire(connection), bytearray(len(GREETING))
+            connection.settimeout(seconds)
+            wire.pull(memoryview(greeting))
+            return greeting == GREETING
+    except OSError:
+        return False
 
 
 def split_address(text: str) -> tuple[str, int]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -14,6 +16,7 @@ from agents import until
 
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.starting import start_agent
+from bcp.tiers.wire import greets
 
 STORE = "s3://bucket/run"
 
@@ -71,6 +74,20 @@ def test_an_agent_that_somebody_else_has_started_stays(folder: NodeFolder) -> No
     first = start(folder, "old")
     folder.put_way("")  # as an agent does that is started by hand
     assert start(folder, "new") == first
+
+
+def test_an_agent_that_is_dying_is_not_taken_for_one_that_serves(folder: NodeFolder) -> None:
+    """It has its locks and its listening socket for a moment, and greets nobody any more."""
+    folder.put_token(b"a token of this job")
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+        assert stack.enter_context(folder.serving()) is not None
+        folder.put_address(f"127.0.0.1:{listener.getsockname()[1]}")
+        dead = threading.Timer(0.5, stack.close)
+        dead.start()
+        started = start(folder, "old")
+        dead.join()
+    assert len(started) == 2
+    assert greets(folder.address(), 60.0)
 
 
 def test_an_agent_leaves_no_zombie(folder: NodeFolder) -> None:

@@ -451,3 +451,30 @@ def test_hosts_of_one_name_are_refused(hosts: Hosts, monkeypatch: pytest.MonkeyP
     for error in on_ranks(2, call):
         assert isinstance(error, bcp.BcpError)
         assert "several hosts have the name 'node'" in str(error)
+
+
+def test_an_agent_that_starts_again_is_waited_for(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read without another copy asks the host again."""
+    monkeypatch.setattr("bcp.tiers.near.NAP_SECONDS", 0.01)
+    hosts.train(4)
+    memory, refusals = CountingBackend(LocalBackend(hosts.root / "node-1")), dict[str, int]()
+
+    async def refuse_twice(operation: str, key: str) -> None:
+        refusals[key] = refusals.get(key, 0) + 1
+        if refusals[key] <= 2:
+            await _refuse(operation, key)
+
+    memory.before = refuse_twice  # type: ignore[method-assign]  # each call
+    assert hosts.load(hosts.find((0, 1, 0), {"node-1": memory})) == 4
+    assert refusals
+    assert min(refusals.values()) > 2
+
+
+def test_an_agent_that_stays_away_ends_the_load(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bcp.tiers.near.RESTART_SECONDS", 0.0)
+    hosts.train(4)
+    dead = CountingBackend(LocalBackend(hosts.root / "node-1"))
+    dead.before = _refuse  # type: ignore[method-assign]  # each call
+    found = hosts.find((0, 1, 0), {"node-1": dead})
+    with pytest.raises(bcp.BcpError, match="see that the agents of these hosts run, and resume again"):
+        hosts.load(found)
