@@ -38,7 +38,7 @@ from bcp.backends.files import (
 )
 from bcp.backends.keys import scatter
 
-__all__ = ["ReadWay", "TempFile", "WriteWay", "bounce", "fill"]
+__all__ = ["ReadWay", "TempFile", "WriteWay", "bounce", "fill", "fill_pieces"]
 
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)  # EFAULT: memory of a device driver that cannot be pinned
 _LARGEST_BLOCK = 64 << 10  # of a file system; an st_blksize above that is a size it likes, not a block
@@ -210,6 +210,26 @@ def _fill(path: Path, start: int, targets: _Targets, way: ReadWay) -> int:
             if position < stop:
                 break
         return position
+    finally:
+        os.close(fd)
+
+
+def fill_pieces(path: Path, start: int, pieces: Sequence[Sequence[memoryview]], arrived: Callable[[int], None]) -> int:
+    """Fill flat buffers through the page cache, piece by piece; return how many bytes there were.
+
+    ``arrived`` is called with the number of each piece that is full, while its bytes are in the processor's cache.
+    """
+    fd = open_regular(path)
+    try:
+        done = 0
+        for number, piece in enumerate(pieces):
+            targets = _Targets(piece)
+            count = _read_cached(fd, start + done, targets, 0, targets.nbytes)
+            done += count
+            if count < targets.nbytes:
+                break
+            arrived(number)
+        return done
     finally:
         os.close(fd)
 

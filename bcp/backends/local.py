@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import anyio
 
 from bcp._log import log
 from bcp.backends import files, swap
-from bcp.backends.file_io import ReadWay, TempFile, WriteWay, fill
+from bcp.backends.file_io import ReadWay, TempFile, WriteWay, fill, fill_pieces
 from bcp.backends.keys import Tiling, check_key, check_prefix
 from bcp.backends.links import names_behind
 from bcp.backends.probe import quickest
@@ -163,9 +163,18 @@ class LocalBackend:
 
     async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         """Fill the buffers by one call in a thread."""
-        wanted = sum(map(len, outs))
+        await self._read(key, start, sum(map(len, outs)), partial(self._fill, key, start, outs))
+
+    async def read_pieces(
+        self, key: str, start: int, pieces: Sequence[Sequence[memoryview]], arrived: Callable[[int], None]
+    ) -> None:
+        """Fill buffers piece by piece, in a thread, where ``arrived`` is called with the number of each full piece."""
+        wanted = sum(len(out) for piece in pieces for out in piece)
+        await self._read(key, start, wanted, lambda: fill_pieces(self._path(key), start, pieces, arrived))
+
+    async def _read(self, key: str, start: int, wanted: int, fill_all: Callable[[], int]) -> None:
         with self._errors("read", key, (start, start + wanted)):
-            nbytes = await in_thread(self._fill, key, start, outs)
+            nbytes = await in_thread(fill_all)
         if nbytes < wanted:
             raise CorruptError(
                 f"{self!r}: {key!r} is too short: wanted {wanted} bytes from byte {start} and got {nbytes}; "

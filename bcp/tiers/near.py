@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import anyio
 import numpy as np
@@ -22,7 +22,7 @@ from bcp.backends.scattered import read_scattered
 from bcp.backends.small import get_small
 from bcp.errors import CheckpointError, CorruptError, InputError, StorageError
 from bcp.events import TierEvent, emit
-from bcp.format.checksums import digests
+from bcp.format.checksums import cut, digests
 from bcp.format.container import digest
 from bcp.format.metadata import METADATA_KEY, Commit, decode_metadata, owner_of, receipt_key
 from bcp.format.receipt import Blocks, decode_receipt, receipt_digest
@@ -37,6 +37,9 @@ RESTART_SECONDS = 15.0
 """For an agent that has died: its parent starts it again, and a read without another copy waits for it."""
 
 NAP_SECONDS = 0.5
+
+PIECE_BYTES = 4 << 20
+"""Blocks of so many bytes are read and compared while they are in the processor's cache."""
 
 
 class UnreachableError(StorageError):
@@ -139,8 +142,7 @@ class NearBackend(ReadOnly):
         blocks = await self._blocks_of(rank, key)
 
         async def read(copy: Copy) -> str:
-            await read_scattered(copy.files, key, start, outs)
-            wrong = await in_thread(_wrong, blocks, start, outs)
+            wrong = await _read_checked(copy.files, key, start, outs, blocks)
             self.read_nbytes[copy.name] += 0 if wrong else sum(map(len, outs))
             return wrong
 
@@ -232,25 +234,44 @@ class NearBackend(ReadOnly):
         return StorageError(what) if failed else CorruptError(what)
 
 
-def _wrong(blocks: Blocks, start: int, outs: Sequence[memoryview]) -> str:
-    """Name the first whole block in the read bytes that has another checksum; empty for none."""
+@runtime_checkable
+class PieceReader(Protocol):
+    """Storage that fills buffers piece by piece, and lets each piece be looked at while it is in the cache."""
+
+    async def read_pieces(
+        self, key: str, start: int, pieces: Sequence[Sequence[memoryview]], arrived: Callable[[int], None]
+    ) -> None:
+        """Fill the buffers of all pieces, one after the other; call ``arrived`` with the number of each full one."""
+
+
+async def _read_checked(files: Backend, key: str, start: int, outs: Sequence[memoryview], blocks: Blocks) -> str:
+    """Fill buffers, and name the first whole block that has another checksum; return an empty text for none."""
     first = int(np.searchsorted(blocks.stored_start, start))
     ends = blocks.stored_start + blocks.stored_length
-    stop = int(np.searchsorted(ends, start + sum(map(len, outs)), side="right"))
-    if first >= stop:
-        return ""
-    lengths = blocks.stored_length[first:stop].tolist()
-    for row, found in enumerate(digests(_from(outs, int(blocks.stored_start[first]) - start), lengths), first):
-        if found != blocks.checksum[row]:
-            at = int(blocks.stored_start[row])
-            return f"bytes {at} to {at + int(blocks.stored_length[row])} have checksum {found.hex()}"
-    return ""
+    stop = max(int(np.searchsorted(ends, start + sum(map(len, outs)), side="right")), first)
+    before = [int(blocks.stored_start[first]) - start] if first < stop else []
+    rows = np.split(np.arange(first, stop), np.flatnonzero(np.diff(blocks.stored_start[first:stop] // PIECE_BYTES)) + 1)
+    pieces = cut(outs, [*before, *(int(blocks.stored_length[each].sum()) for each in rows)])
+    wrong = list[str]()
+
+    def arrived(number: int) -> None:
+        if not before or not 0 < number <= len(rows):
+            return
+        these = rows[number - 1]
+        found = digests(pieces[number], blocks.stored_length[these].tolist())
+        for row, name in zip(these.tolist(), found, strict=True):
+            if name != blocks.checksum[row] and not wrong:
+                at = int(blocks.stored_start[row])
+                wrong.append(f"bytes {at} to {at + int(blocks.stored_length[row])} have checksum {name.hex()}")
+
+    if isinstance(files, PieceReader):
+        await files.read_pieces(key, start, pieces, arrived)
+    else:
+        await read_scattered(files, key, start, outs)
+        await in_thread(_each, len(pieces), arrived)
+    return "".join(wrong)
 
 
-def _from(outs: Sequence[memoryview], skip: int) -> list[memoryview]:
-    """Return what lies behind the first ``skip`` bytes of buffers."""
-    rest = []
-    for out in outs:
-        rest += [out[skip:]] if skip < len(out) else []
-        skip = max(skip - len(out), 0)
-    return rest
+def _each(count: int, call: Callable[[int], None]) -> None:
+    for number in range(count):
+        call(number)

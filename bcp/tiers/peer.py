@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from bcp._messages.tiers import Post, Posted, Want
 from bcp._sockets import Wire
@@ -16,6 +17,8 @@ from bcp.tiers.refusals import ReadOnly
 from bcp.tiers.wire import Status, StrangerError, connected, dial, pull_head, push_request, split_address
 
 __all__ = ["NoAgent", "PeerMemory", "peer_at"]
+
+T = TypeVar("T")
 
 SECONDS = 30.0
 """Silence after which an agent counts as gone; the next copy is read then."""
@@ -70,31 +73,50 @@ class PeerMemory(ReadOnly):
 
     async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         """Fill the buffers, one after the other, from a file's bytes."""
-        if nbytes := sum(map(len, outs)):
-            await in_thread(self._read, Want(key, start, nbytes), outs)
+        await self.read_pieces(key, start, [outs], lambda _: None)
+
+    async def read_pieces(
+        self, key: str, start: int, pieces: Sequence[Sequence[memoryview]], arrived: Callable[[int], None]
+    ) -> None:
+        """Fill buffers piece by piece, in a thread, where ``arrived`` is called with the number of each full piece."""
+        want = Want(key, start, sum(len(out) for piece in pieces for out in piece))
+
+        def receive(wire: Wire, nbytes: int) -> None:
+            if nbytes != want.nbytes:
+                raise StorageError(f"{self!r} sends {nbytes} bytes of {key} instead of {want.nbytes}")
+            for number, piece in enumerate(pieces):
+                for out in piece:
+                    wire.pull(out)
+                arrived(number)
+
+        if want.nbytes:
+            await in_thread(self._ask, want, receive)
 
     async def get(self, key: str) -> Buffer:
         """Read a small file whole."""
-        return await in_thread(self._read, Want(key, 0, 0), None)
+        return await in_thread(self._ask, Want(key, 0, 0), self._small(key))
 
     async def post(self, post: Post) -> Posted:
         """Leave a note for a meeting, and return the notes of others."""
-        return Posted.decode(bytes(await in_thread(self._read, post, None)))
+        return Posted.decode(bytes(await in_thread(self._ask, post, self._small(post.key))))
 
-    def _read(self, want: Want | Post, outs: Sequence[memoryview] | None) -> bytearray:
+    def _small(self, key: str) -> Callable[[Wire, int], bytearray]:
+        """Return what receives a small file or an answer."""
+
+        def receive(wire: Wire, nbytes: int) -> bytearray:
+            check_small(f"{self!r}: {key}", nbytes)
+            wire.pull(memoryview(data := bytearray(nbytes)))
+            return data
+
+        return receive
+
+    def _ask(self, want: Want | Post, receive: Callable[[Wire, int], T]) -> T:
         """Ask over a connection of its own; a connection that fails is closed. Blocks."""
         wire = self._taken()
         try:
             push_request(wire, want)
             status, nbytes, words = pull_head(wire)
-            data = bytearray()
-            if status is Status.OK and outs is None:
-                data = self._room(want, nbytes)
-                wire.pull(memoryview(data))
-            elif status is Status.OK:
-                self._check_length(want.key, nbytes, sum(map(len, outs or ())))
-                for out in outs or ():
-                    wire.pull(out)
+            received = [receive(wire, nbytes)] if status is Status.OK else []
         except BaseException as error:
             wire.close()
             if isinstance(error, OSError):
@@ -108,16 +130,7 @@ class PeerMemory(ReadOnly):
             raise CorruptError(f"{self!r}: {words}")
         if status is Status.FAILED:
             raise StorageError(f"{self!r}: {words}")
-        return data
-
-    def _room(self, want: Want | Post, nbytes: int) -> bytearray:
-        """Return memory for a small file or for an answer of so many bytes."""
-        check_small(f"{self!r}: {want.key}", nbytes)
-        return bytearray(nbytes)
-
-    def _check_length(self, key: str, nbytes: int, wanted: int) -> None:
-        if nbytes != wanted:
-            raise StorageError(f"{self!r} sends {nbytes} bytes of {key} instead of {wanted}")
+        return received[0]
 
     def _taken(self) -> Wire:
         """Return a free connection, or a new one that has proved itself."""
