@@ -16,8 +16,9 @@ import os
 import secrets
 import socket
 import ssl
-from collections.abc import Callable
-from contextlib import suppress
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -138,6 +139,8 @@ def _refuse_to_ask() -> str:
     raise ValueError("the private key is encrypted")
 
 
+_TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as the kernel has them
+
 _RECORDS = 64  # of 16 KiB at most; after so many of them other tasks get their turn
 
 
@@ -165,18 +168,40 @@ class Wire:
             view = view[_some(await loop.sock_recv_into(self._socket, view)) :]
         return out
 
-    def block(self) -> None:
-        """Make the socket blocking: only :meth:`push` and :meth:`pull` may follow, in threads."""
+    def block(self, seconds: float = 0.0) -> None:
+        """Make the socket blocking: only :meth:`push`, :meth:`pull` and :meth:`push_file` may follow, in threads.
+
+        The kernel counts the seconds of silence that are too long; 0 for no limit. Python would do so with sockets that
+        do not block, and wait and be called for each few bytes.
+        """
         self._socket.settimeout(None)
+        whole = int(seconds)
+        limit = _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
+        for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, name, limit)
 
     def push(self, data: memoryview) -> None:
         """Send all bytes of a buffer; blocks."""
-        self._socket.sendall(data)
+        with _in_time():
+            self._socket.sendall(data)
 
     def pull(self, view: memoryview) -> None:
         """Fill a buffer; blocks. Raises ConnectionResetError if the other side closes before."""
-        while view:
-            view = view[_some(self._socket.recv_into(view, 0, self._flags)) :]
+        with _in_time():
+            while view:
+                view = view[_some(self._socket.recv_into(view, 0, self._flags)) :]
+
+    def push_file(self, fd: int, start: int, nbytes: int) -> None:
+        """Send bytes of a file from the page cache, over a plain connection; blocks.
+
+        Raises ConnectionResetError if the file is shorter.
+        """
+        with _in_time():
+            while nbytes:
+                sent = os.sendfile(self._socket.fileno(), fd, start, nbytes)
+                if not sent:
+                    raise ConnectionResetError(f"the file has ended {nbytes} bytes before the range that it had")
+                start, nbytes = start + sent, nbytes - sent
 
     def hang_up(self) -> None:
         """End the connection for both sides, even if a forked child holds the socket. Waiting tasks continue."""
@@ -247,6 +272,15 @@ class TlsWire(Wire):
                 await readable(self._tls)
             except ssl.SSLWantWriteError:
                 await _writable(self._tls)
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """Turn the end of a time limit of the kernel into a TimeoutError."""
+    try:
+        yield
+    except BlockingIOError as error:
+        raise TimeoutError("timed out") from error
 
 
 def _some(count: int) -> int:

@@ -138,13 +138,13 @@ class MemoryServer:
         try:
             with connection, ExitStack() as stack:
                 wire = Wire(connection)
-                connection.settimeout(GREETING_SECONDS)
+                wire.block(GREETING_SECONDS)
                 welcome(wire, self._folder.token())
-                connection.settimeout(IDLE_SECONDS)
+                wire.block(IDLE_SECONDS)
                 held: dict[Mark | str, InUse] = {}
                 while True:
                     try:
-                        self._answer(connection, wire, stack, held)
+                        self._answer(wire, stack, held)
                     except CorruptError as error:
                         push_answer(wire, Status.DAMAGED, str(error))
         except StrangerError as error:
@@ -155,7 +155,7 @@ class MemoryServer:
             with self._lock:
                 self._open.discard(connection)
 
-    def _answer(self, connection: socket.socket, wire: Wire, stack: ExitStack, held: dict[Mark | str, InUse]) -> None:
+    def _answer(self, wire: Wire, stack: ExitStack, held: dict[Mark | str, InUse]) -> None:
         """Answer one request. Raises CorruptError before the answer for a file that is damaged."""
         want = pull_request(wire)
         told = self._board.post(want).encode() if isinstance(want, Post) else self._told(want.key)
@@ -163,7 +163,7 @@ class MemoryServer:
             push_answer(wire, Status.OK, nbytes=len(told))
             wire.push(memoryview(told))
         elif isinstance(want, Want):
-            self._send_file(connection, wire, want, stack, held)
+            self._send_file(wire, want, stack, held)
 
     def _told(self, key: str) -> bytes | None:
         """Return the answer to a request for something other than a file; None for one for a file."""
@@ -175,9 +175,7 @@ class MemoryServer:
             return self._folder.layout(bytes.fromhex(layout[1]))
         return None
 
-    def _send_file(
-        self, connection: socket.socket, wire: Wire, want: Want, stack: ExitStack, held: dict[Mark | str, InUse]
-    ) -> None:
+    def _send_file(self, wire: Wire, want: Want, stack: ExitStack, held: dict[Mark | str, InUse]) -> None:
         """Send bytes of a marked file, or of a stripe that counts."""
         reason = self._missing(want.key, stack, held)
         if reason:
@@ -194,7 +192,7 @@ class MemoryServer:
             if want.start + nbytes > size:
                 raise CorruptError(f"{want.key} has {size} bytes, and {nbytes} from {want.start} on were asked for")
             push_answer(wire, Status.OK, nbytes=nbytes)
-            _send(connection, fd, want.start, nbytes)
+            wire.push_file(fd, want.start, nbytes)
         finally:
             os.close(fd)
 
@@ -230,10 +228,3 @@ def _owner(key: str) -> Mark | None:
         return Mark(intent[2], int(intent[1]))
     owner = owner_of(key)
     return None if owner is None else Mark(owner[1], owner[0])
-
-
-def _send(connection: socket.socket, fd: int, start: int, nbytes: int) -> None:
-    with open(fd, "rb", buffering=0, closefd=False) as file:
-        sent = connection.sendfile(file, start, nbytes)
-    if sent != nbytes:
-        raise ConnectionResetError(f"{sent} of {nbytes} bytes were sent: the file is shorter now")

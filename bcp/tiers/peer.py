@@ -138,9 +138,8 @@ class PeerMemory(ReadOnly):
             if self._free:
                 return self._free.pop()
         try:
-            connection = connected(self._address, self._seconds)
-            wire = Wire(connection)
-            connection.settimeout(self._seconds)
+            wire = Wire(connected(self._address, self._seconds))
+            wire.block(self._seconds)
             try:
                 dial(wire, self._token)
             except BaseException:

@@ -143,7 +143,7 @@ def greets(address: str, seconds: float) -> bool:
     try:
         with connected(split_address(address), seconds) as connection:
             wire, greeting = Wire(connection), bytearray(len(GREETING))
-            connection.settimeout(seconds)
+            wire.block(seconds)
             wire.pull(memoryview(greeting))
             return greeting == GREETING
     except OSError:
