@@ -232,6 +232,8 @@ def deserialize(context: LoadContext, workers: int) -> Stage[Stored, Loaded]:
         item = stored.item
         if item.chunk is None or item.file is None:
             return Loaded(item)
+        if stored.buffer is None and not _verifies(context, stored):  # the bytes are in the tensors, and are checked
+            return Loaded(item)
         try:
             if not context.is_lost:
                 return await in_thread(_deserialize, context, stored, item.chunk, item.file)
@@ -243,8 +245,13 @@ def deserialize(context: LoadContext, workers: int) -> Stage[Stored, Loaded]:
     return Stage("deserialize", run, workers=workers)
 
 
+def _verifies(context: LoadContext, stored: Stored) -> bool:
+    """Whether blocks are to be checked here, and not by the storage that has read them."""
+    return context.verify and not (context.checked and stored.item.round < 0)
+
+
 def _deserialize(context: LoadContext, stored: Stored, chunk: Chunk, file: FileReceipt) -> Loaded:
-    verify = context.verify and not (context.checked and stored.item.round < 0)
+    verify = _verifies(context, stored)
     if verify and (stored.buffer is None or file.codecs):
         check(stored, file, context.rank)
     if stored.buffer is None:
