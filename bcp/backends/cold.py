@@ -307,7 +307,7 @@ class OpenPlace:
 
 
 async def mark_of(place: Backend, url: str) -> Mapping[str, str]:
-    """Return the mark of a cold place; an empty one if it has none.
+    """Return the mark of a cold place: token, path and id of the run. An empty one if it has none.
 
     Raises:
         CorruptError: it is no mark.
@@ -320,7 +320,7 @@ async def mark_of(place: Backend, url: str) -> Mapping[str, str]:
         return {}
     try:
         fields = json.loads(data)
-        return {"mark": _token(fields["mark"]), "run": str(fields["run"])}
+        return {"mark": _token(fields["mark"]), "run": str(fields["run"]), "id": str(fields.get("id", ""))}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptError(
             f"{shown(url)}/{MARK_KEY} is no mark of a cold place: {error!r}; choose another place"

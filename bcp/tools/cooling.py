@@ -317,9 +317,11 @@ class _Run:
     async def has(self, url: str) -> bool:
         """Whether a place is one of the run's, by the run's record or by the mark of the place."""
         record, _ = await stored_record(self.folder.backend, self.where)
+        if record.place(url) is not None:
+            return True
         place = await self.places.opened(ColdPlace(url, ""))
-        owner = (await mark_of(place.backend, url)).get("run")
-        return record.place(url) is not None or owner == await in_thread(run_words, self.where)
+        mark = await mark_of(place.backend, url)
+        return bool(mark) and _is_own(mark, await in_thread(run_words, self.where), self.ledger.run_id)
 
     async def join(self, url: str, names: set[str]) -> OpenPlace:
         """Make a place one of the run's, and note the folders that are about to be moved there.
@@ -339,7 +341,7 @@ class _Run:
         if known is None:
             opened = await self.places.opened(ColdPlace(url, ""))
             run = await in_thread(run_words, self.where)
-            known = ColdPlace(url, await _marked(opened.backend, url, run))
+            known = ColdPlace(url, await _marked(opened.backend, url, run, self.ledger.run_id))
         place = await self.places.opened(known)
         if not await self.places.owns(place):
             raise InputError(_of_another(url, place.owner))
@@ -406,7 +408,21 @@ def _of_another(url: str, run: str) -> str:
     )
 
 
-async def _marked(place: Backend, url: str, run: str) -> str:
+def _of_namesake(url: str, run: str, run_id: str, own_id: str) -> str:
+    """Return the error of a place of another run whose folder has the same path, as on another host."""
+    return (
+        f"the cold place {shown(url)} belongs to another run at {run}, with the id {run_id}, as on another host, and "
+        f"this one has the id {own_id}; choose a place for this run alone. If this is that run with a new ledger, "
+        f"correct its id in {MARK_KEY} there"
+    )
+
+
+def _is_own(mark: Mapping[str, str], run: str, run_id: str) -> bool:
+    """Whether the mark of a place is that of a run. Other hosts may have other runs at the same path."""
+    return mark["run"] == run and mark["id"] in ("", run_id)
+
+
+async def _marked(place: Backend, url: str, run: str, run_id: str) -> str:
     """Put the mark of the run into a new cold place; return its token.
 
     Raises:
@@ -417,13 +433,15 @@ async def _marked(place: Backend, url: str, run: str) -> str:
     mark = await mark_of(place, url)
     if not mark:
         token = secrets.token_hex(8)
-        data = json.dumps({"run": run, "mark": token}).encode() + b"\n"
+        own = {"run": run, "mark": token, "id": run_id}
         await place.put(f"{MARK_KEY}.new", b"")  # put_if makes no directory
-        made = await place.put_if(MARK_KEY, data, None)
+        made = await place.put_if(MARK_KEY, json.dumps(own).encode() + b"\n", None)
         await place.delete([f"{MARK_KEY}.new"])
-        mark = {"run": run, "mark": token} if made is not None else await mark_of(place, url)
+        mark = own if made is not None else await mark_of(place, url)
     if mark.get("run") != run:
         raise InputError(_of_another(url, mark.get("run", "")))
+    if not _is_own(mark, run, run_id):
+        raise InputError(_of_namesake(url, run, mark["id"], run_id))
     return mark["mark"]
 
 

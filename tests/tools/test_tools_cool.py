@@ -390,6 +390,32 @@ def test_a_place_of_another_run_is_refused(run: Path, cold: Path, tmp_path: Path
     untouched(tmp_path / "other", lambda: bcp.cool(tmp_path / "other", to=cold, days=0), "belongs to the run")
 
 
+def test_a_place_of_a_run_at_the_same_path_on_another_host_is_refused(run: Path, cold: Path, tmp_path: Path) -> None:
+    cooled(run, cold)
+    run.rename(tmp_path / "on-another-host")
+    train(run, steps=(11, 12, 13))
+    untouched(
+        run, lambda: bcp.cool(run, to=cold, days=0), "another run at .* with the id .* choose a place for this run"
+    )
+    ledger = json.loads((run / "run.json").read_text())
+    shutil.rmtree(run)
+    (tmp_path / "on-another-host").rename(run)
+    for step in STEPS:
+        assert_loads(run, step)
+    mark = json.loads((cold / "cold-of.json").read_text())
+    assert mark["id"] != ledger["run_id"]
+
+
+def test_a_mark_without_the_id_of_a_run_counts_by_its_path(run: Path, cold: Path) -> None:
+    cooled(run, cold)
+    mark = json.loads((cold / "cold-of.json").read_text())
+    del mark["id"]
+    (cold / "cold-of.json").write_text(json.dumps(mark))
+    (run / "cold.json").unlink()
+    assert bcp.cool(run, to=cold, days=0) == []
+    assert_loads(run, 1)
+
+
 # -- trust -------------------------------------------------------------------------------------------
 
 
