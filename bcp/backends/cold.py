@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import anyio
 
@@ -429,6 +430,8 @@ def run_words(where: str) -> str:
     Example:
         >>> run_words("GCS://bucket//run-7/")
         'gs://bucket/run-7'
+        >>> run_words("file://localhost/run%2D7")
+        '/run-7'
 
     """
     scheme, *parts = url_parts(where)
@@ -442,6 +445,8 @@ def url_parts(url: str) -> list[str]:
     """
     scheme = scheme_of(url)
     rest = url.partition("://")[2] if scheme else url
+    if scheme == "file":
+        rest = unquote(rest.removeprefix("localhost"))
     scheme = _ALIASES.get(scheme, scheme)
     if not scheme:
         rest = os.path.realpath(rest)

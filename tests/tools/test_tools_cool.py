@@ -359,6 +359,10 @@ def test_bad_places_are_refused_before_any_byte(run: Path, tmp_path: Path) -> No
     untouched(run, lambda: bcp.cool(run, to=run, days=0), "is the folder of the run")
     untouched(run, lambda: bcp.cool(run, to=run / "deep" / "cold", days=0), "lies in the folder of the run")
     untouched(run, lambda: bcp.cool(run, to=f"file://{run}/cold", days=0), "lies in the folder of the run")
+    untouched(run, lambda: bcp.cool(run, to=f"file://localhost{run}/cold", days=0), "lies in the folder of the run")
+    quoted = f"file://{run.parent}/%72un"
+    untouched(run, lambda: bcp.cool(run, to=f"{quoted}/cold", days=0), "lies in the folder of the run")
+    untouched(run, lambda: bcp.cool(quoted, to=run, days=0), "is the folder of the run")
     (tmp_path / "link").symlink_to(run)
     untouched(run, lambda: bcp.cool(run, to=tmp_path / "link" / "cold", days=0), "lies in the folder of the run")
     untouched(run, lambda: bcp.cool(run, to="", days=0), "pass the path or URL")
