@@ -85,7 +85,7 @@ def cool(
 
     Each file is copied, read back and compared with its checksums before it is deleted in the run's folder. A call that
     fails or is killed loses nothing, and another call ends the work. A job may train in the run meanwhile. The run's
-    newest checkpoint and its newest verified one stay: a restart reads them.
+    newest checkpoint, its newest one that is not suspect, and its newest verified one stay: a restart reads them.
 
     The run's folder names the cold place in ``cold.json``, so each reader of the run needs access to both. Retention
     and :func:`bcp.tools.remove` delete the cold files with their checkpoint.
@@ -305,8 +305,9 @@ class _Run:
         """Return the moves of checkpoints of an age that have data files here, and the sizes of these files."""
         record, _ = await stored_record(self.folder.backend, self.where)
         entries = self.ledger.entries
+        sound = [entry.step for entry in entries if entry.trust != "suspect"]
         verified = [entry.step for entry in entries if entry.trust == "verified"]
-        stay = {max((entry.step for entry in entries), default=-1), max(verified, default=-1)}
+        stay = {max(steps, default=-1) for steps in ([entry.step for entry in entries], sound, verified)}
         chosen = [entry.step for entry in entries if entry.committed <= before and entry.step not in stay]
         found = []
         for step, move in await self.moves(chosen):

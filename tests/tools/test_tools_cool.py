@@ -139,6 +139,15 @@ def test_age_newest_and_verified_decide(run: Path, cold: Path) -> None:
     assert first.nbytes > first.cold_nbytes
 
 
+def test_the_newest_checkpoint_of_a_run_that_went_back_stays(tmp_path: Path, cold: Path) -> None:
+    train(tmp_path / "run", steps=(10, 20, 30))
+    with bcp.Run(tmp_path / "run", states(0), save=5, keep=100) as back:
+        back.resume(step=10)
+        back.maybe_save(15)
+    assert bcp.latest(tmp_path / "run") == str(tmp_path / "run" / "step-00000015")
+    assert cooled(tmp_path / "run", cold) == [10, 20]
+
+
 def test_a_promoted_checkpoint_stays_for_its_days(run: Path, cold: Path) -> None:
     cooled(run, cold)
     result = bcp.promote(run, 1)
