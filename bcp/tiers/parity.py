@@ -92,7 +92,7 @@ class Rebuilt(ReadOnly):
         """Fill ``out`` from a file's bytes.
 
         Raises:
-            CorruptError: what is left of the group does not fit together.
+            CorruptError: what is left of the group does not fit together, or has lost a file.
             StorageError: a host of the group does not answer.
 
         """
@@ -128,13 +128,13 @@ class Rebuilt(ReadOnly):
         """Fill ``out`` from a file that a host of the group has, or another one."""
         owner = owner_of(key)
         assert owner is not None  # noqa: S101 -- rows have keys of data files
-        reasons = []
+        errors = list[Exception]()
         for files in self._copies[owner[0]]:
             try:
                 return await files.read_into(key, start, out)
             except (FileNotFoundError, CorruptError, StorageError) as error:
-                reasons.append(str(error) or "it is missing")
-        raise StorageError(f"{self!r} needs {key}: {'; '.join(reasons)}")
+                errors.append(error)
+        raise self._needs(key, errors)
 
     async def _row(self, member: int) -> Row:
         """Return how the files of a host were cut."""
@@ -145,22 +145,28 @@ class Rebuilt(ReadOnly):
 
     async def _known(self, rank: int, member: int) -> tuple[Intent, Receipt]:
         """Return intent and receipt of a rank from a host that has put its files into a stripe."""
-        key, reasons = known_key(Mark(self._operation, rank)), []
+        key, errors = known_key(Mark(self._operation, rank)), list[Exception]()
         for files in (files for number, files in self._stripes.items() if number != member):
             try:
                 return decode_intent(bytes(await get_small(files, key)), f"{key} from {files!r}")
             except (FileNotFoundError, CheckpointError, StorageError) as error:
-                reasons.append(str(error) or "it is missing")
-        raise StorageError(f"{self!r} needs {key}: {'; '.join(reasons)}")
+                errors.append(error)
+        raise self._needs(key, errors)
 
     async def _layout(self, key: str) -> Buffer:
-        reasons = []
+        errors = list[Exception]()
         for files in self._stripes.values():
             try:
                 return await get_small(files, key)
             except (FileNotFoundError, CorruptError, StorageError) as error:
-                reasons.append(str(error) or "it is missing")
-        raise StorageError(f"{self!r} needs {key}: {'; '.join(reasons)}")
+                errors.append(error)
+        raise self._needs(key, errors)
+
+    def _needs(self, key: str, errors: Sequence[Exception]) -> CheckpointError | StorageError:
+        """Return the error of a file that nobody has, or of one that a silent host may have."""
+        words = "; ".join(str(error) or "it is missing" for error in errors) or "no host has it"
+        kind = StorageError if any(isinstance(error, StorageError) for error in errors) else CorruptError
+        return kind(f"{self!r} needs {key}: {words}")
 
     async def aclose(self) -> None:
         """Close the connections to other hosts."""

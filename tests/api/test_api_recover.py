@@ -419,6 +419,19 @@ def test_files_that_are_gone_before_their_digest_follow_from_parity(
     assert "the files of a host are passed over" in caplog.text
 
 
+def test_parity_that_has_lost_a_file_is_damage_and_no_silence(four: Hosts) -> None:
+    """Nobody can bring the file back, so an older snapshot is taken, and nobody is told to start agents."""
+    kept = four.train(4)
+    make_parity(four, 4)
+    four.wipe(3)
+    found = four.find((0, 1, 2))
+    for path in four.root.glob(f"node-*/parity/00001-{kept[4]}"):
+        path.unlink()
+    with pytest.raises(bcp.BcpError, match=r"CorruptError: .* from parity\) needs parity/00001") as error:
+        four.load(found)
+    assert "agents" not in str(error.value)
+
+
 def test_stripes_are_read_through_agents(four: Hosts) -> None:
     kept = four.train(4)
     make_parity(four)

@@ -23,7 +23,7 @@ from bcp.agent.loop import Agent
 from bcp.agent.pace import Pace
 from bcp.agent.serve import MemoryServer
 from bcp.backends import LocalBackend
-from bcp.errors import CorruptError, StorageError
+from bcp.errors import CorruptError
 from bcp.format.metadata import receipt_key
 from bcp.plan.parity import Row
 from bcp.protocols import Backend
@@ -362,13 +362,13 @@ def test_what_cannot_be_rebuilt_is_named(group: Group) -> None:
         asyncio.run(files.read_into(key, 1 << 30, memoryview(bytearray(4))))
     for path in group.folders[0].data_files()[Mark(operation, 0)]:
         path.unlink()
-    with pytest.raises(StorageError, match=f"needs .*/00000-{operation}"):
+    with pytest.raises(CorruptError, match=f"needs .*/00000-{operation}"):
         asyncio.run(
             group.rebuilt(1, 1).read_into(key, 0, memoryview(bytearray((group.root / "direct-1" / key).stat().st_size)))
         )
     for path in (group.folders[0].root / "parity").glob("0*-*"):
         path.unlink()
-    with pytest.raises(StorageError, match=f"needs parity/00002-{operation}: "):
+    with pytest.raises(CorruptError, match=f"needs parity/00002-{operation}: "):
         asyncio.run(_alone(group, operation))
 
 
