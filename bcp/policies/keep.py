@@ -43,6 +43,8 @@ class Entry:
         reason: why.
         pinned: whether it is kept under any policy.
         launch: of the roles, if the run has several; None if it is not known.
+        about: operations of the checkpoints that a mark as suspect is about, if the step was about to be saved again;
+            empty for whatever is there.
 
     Example:
         >>> Entry(step=300, committed=1_700_000_000.0, metrics={"loss": 2.5}).trust
@@ -57,6 +59,7 @@ class Entry:
     reason: str = ""
     pinned: bool = False
     launch: str | None = None
+    about: tuple[str, ...] = ()
 
 
 class KeepPolicy(Protocol):

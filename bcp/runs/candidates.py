@@ -73,6 +73,7 @@ async def candidates(folder: Folder, ledger: Ledger | None, trust: Trust) -> Asy
         trust: as for :func:`bcp.latest`.
 
     """
+    ledger = None if ledger is None else await folder.renewed(ledger)
     entries = {} if ledger is None else {entry.step: entry for entry in ledger.entries}
     leaving = {} if ledger is None else {removal.step: removal for removal in ledger.removing}
     last: list[Candidate] = []

@@ -562,7 +562,45 @@ class Folder:
             Entry(step=step, committed=float(self._clock()), metrics=noted, pinned=is_lost)
             for step, noted in zip(added, metrics, strict=True)
         ]
-        return ledger.only(set(steps)).with_entries(entries)
+        return await self.renewed(ledger.only(set(steps)).with_entries(entries))
+
+    async def renewed(self, ledger: Ledger) -> Ledger:
+        """Forget the marks of checkpoints whose place others have taken, without the ledger. The steps were listed.
+
+        Agents commit while no trainer lives, and a job may be killed between its commit and the ledger.
+        """
+        entries = []
+        for entry in ledger.entries:
+            commit = await self._first_commit(entry.step) if entry.about else None
+            if commit is not None and commit.operations.isdisjoint(entry.about):
+                committed = float(self._clock())
+                entries.append(Entry(step=entry.step, committed=committed, metrics=commit.metrics, pinned=entry.pinned))
+        return ledger.with_entries(entries)
+
+    async def _first_commit(self, step: int) -> Commit | None:
+        """Return the commit record of the first committed folder of a step; None if it cannot be read."""
+        for name in self.names_of(step):
+            try:
+                return await self.read_commit(name)
+            except FileNotFoundError:
+                continue
+            except BcpError as error:
+                log.warning("a checkpoint cannot be read, so that its mark stays", checkpoint=name, error=repr(error))
+                break
+        return None
+
+    async def operations_of(self, step: int) -> frozenset[str]:
+        """Return the operations of the committed checkpoints of a step; empty if one of them cannot be read."""
+        found = set()
+        for name in self.names_of(step):
+            try:
+                found.add((await self.read_commit(name)).operation)
+            except FileNotFoundError:
+                continue
+            except BcpError as error:
+                log.warning("the commit of a checkpoint cannot be read", checkpoint=name, error=repr(error))
+                return frozenset()
+        return frozenset(found)
 
     async def _metrics(self, step: int) -> Mapping[str, float]:
         """Return the metrics that a checkpoint was committed with; none if its commit object cannot be read."""

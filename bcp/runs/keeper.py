@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from bcp._job import Permit
@@ -60,6 +61,7 @@ class Keeper:
         self._left_behind: set[int] = set()
         self._staying: dict[int, tuple[str, str]] = {}
         self._went_back = ""
+        self._about: dict[int, frozenset[str]] = {}
         self._own: set[int] = set()
         self._replaced: set[int] = set()
         self._unnoted: dict[int, tuple[float, Mapping[str, float]]] = {}
@@ -259,7 +261,7 @@ class Keeper:
             if entry.step in self._left_behind and entry.trust != "suspect":
                 if entry.trust == "verified":
                     ledger = ledger.pinned(entry.step)
-                ledger = ledger.marked(entry.step, "suspect", self._went_back)
+                ledger = ledger.marked(entry.step, "suspect", self._went_back, sorted(self._about.get(entry.step, ())))
         return ledger
 
     async def has_to_stay(self, step: int, *, by_agents: bool) -> bool:
@@ -275,6 +277,7 @@ class Keeper:
         """
         with suppress(RunTakenError, FormatVersionError):  # the save raises it
             await self.check_owner()
+            await self._tell_apart(step)
         ledger, entry = self._folder.ledger, self._entry(step)
         if by_agents and not await self.uploads.can_replace(step):
             self._staying[step] = "is damaged", "a newer step is committed"
@@ -287,6 +290,23 @@ class Keeper:
         elif step in self._untouched_now(ledger):
             self._staying[step] = "is from before", "a checkpoint of this life is verified"
         return step in self._staying
+
+    async def _tell_apart(self, step: int) -> None:
+        """Note which checkpoints of a step are suspect, before another one takes their place.
+
+        Without this a new one, which the job had no time to note, would be passed over for the mark of an old one.
+        """
+        entry = self._entry(step)
+        is_suspect = entry is not None and entry.trust == "suspect" and not entry.about
+        if step in self._own or not (is_suspect or step in self._left_behind):
+            return
+        self._about[step] = about = await self._folder.operations_of(step)
+        if entry is not None and is_suspect and about:
+            marked = partial(_marked_about, step, about)
+            try:
+                await self.change(marked)
+            except StorageError as error:  # the save goes on: other ranks have begun it
+                log.warning("the mark of step %d, which is saved again, is about both", step, error=repr(error))
 
     def permit(self, step: int, name: str) -> Permit:
         """Return what a save of this step into this folder is asked for before its bytes, and before its commit."""
@@ -341,10 +361,13 @@ class Keeper:
             self._left_behind |= {newer for newer in listed if newer > step}
         return [name for each in listed for name in self._folder.names_of(each)]
 
-    def is_suspect(self, step: int) -> bool:
-        """Whether the checkpoint of a step is marked as suspect."""
+    async def is_suspect(self, step: int, operation: str) -> bool:
+        """Whether a save is marked as suspect: the mark of a step may be about another save of it."""
         entry = self._entry(step)
-        return entry is not None and entry.trust == "suspect"
+        if entry is None or entry.trust != "suspect":
+            return False
+        about = entry.about or await self._folder.operations_of(step)
+        return operation in about or not about
 
     async def best(self, policy: Best) -> str:
         """Return the name of the folder with the best checkpoint that is not suspect; "" if there is none.
@@ -437,7 +460,7 @@ class Keeper:
             for step, (committed, metrics) in unnoted.items():
                 marked = None if step in self._replaced else ledger.entry(step)
                 ledger = ledger.with_checkpoint(step, committed, metrics, launch)
-                if marked is not None:
+                if marked is not None and not marked.about:
                     ledger = ledger.marked(step, marked.trust, marked.reason)
             return change(ledger.observed(self.hours()) if unnoted else ledger)
 
@@ -490,6 +513,14 @@ class _Permit:
 
     async def commit(self) -> None:
         await self._keeper.check_owner()
+
+
+def _marked_about(step: int, about: frozenset[str], ledger: Ledger) -> Ledger:
+    """Say which checkpoints the mark of a step is about, if it is still as suspect."""
+    entry = ledger.entry(step)
+    if entry is None or entry.trust != "suspect":
+        return ledger
+    return ledger.marked(step, "suspect", entry.reason, sorted(about))
 
 
 def _tell_of_twins(listing: Sequence[Candidate]) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from bcp.errors import CorruptError, FormatVersionError, InputError
+from bcp.format.metadata import OPERATION
 from bcp.policies.keep import Entry
 
 __all__ = ["LARGEST_STEP", "MOST_BYTES", "VERSION", "Ledger", "Life", "Removal", "newer", "numbers"]
@@ -184,8 +185,14 @@ class Ledger:
         steps = {entry.step for entry in self.entries} | {removal.step for removal in self.removing}
         return self.only(steps - {step})
 
-    def marked(self, step: int, trust: Trust, reason: str = "") -> Ledger:
+    def marked(self, step: int, trust: Trust, reason: str = "", about: Collection[str] = ()) -> Ledger:
         """Say how far a checkpoint is to be trusted.
+
+        Args:
+            step: its step.
+            trust: one of the three words.
+            reason: why.
+            about: operations of the checkpoints of the step that are meant; empty for whatever is there.
 
         Raises:
             InputError: the run has no checkpoint of that step, or ``trust`` is none of the three words.
@@ -195,7 +202,7 @@ class Ledger:
             raise InputError(f"trust={trust!r} is unknown; use one of {', '.join(map(repr, _TRUSTS))}")
         if not isinstance(reason, str):
             raise InputError(f"reason={reason!r} has to be a string")
-        return self._with(step, trust=trust, reason=_storable(reason))
+        return self._with(step, trust=trust, reason=_storable(reason), about=tuple(about))
 
     def pinned(self, step: int, yes: bool = True) -> Ledger:  # noqa: FBT001, FBT002 -- reads as a sentence
         """Keep a checkpoint under any policy; ``yes=False`` gives it back to the policies.
@@ -407,7 +414,15 @@ def _entry(fields: _Fields) -> Entry:
         reason=fields.text("reason"),
         pinned=fields.truth("pinned"),
         launch=fields.text("launch") if "launch" in fields.values else None,
+        about=tuple(_operations(fields)),
     )
+
+
+def _operations(fields: _Fields) -> Iterator[str]:
+    for each in fields.values.get("about", ()):
+        if not isinstance(each, str) or not OPERATION.fullmatch(each):
+            raise ValueError(f"a checkpoint has {str(each)[:50]!r} in 'about'")
+        yield each
 
 
 def _removal(fields: _Fields) -> Removal:
@@ -429,7 +444,7 @@ def _life(fields: _Fields) -> Life:
 
 def _fields(entry: Entry) -> dict[str, object]:
     """Return an entry as JSON."""
-    fields = {
+    fields: dict[str, object] = {
         "step": entry.step,
         "committed": entry.committed,
         "metrics": dict(entry.metrics),
@@ -437,7 +452,8 @@ def _fields(entry: Entry) -> dict[str, object]:
         "reason": entry.reason,
         "pinned": entry.pinned,
     }
-    return fields if entry.launch is None else {**fields, "launch": entry.launch}
+    fields |= {} if entry.launch is None else {"launch": entry.launch}
+    return fields | ({"about": list(entry.about)} if entry.about else {})
 
 
 def _removal_fields(removal: Removal) -> dict[str, object]:

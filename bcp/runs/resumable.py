@@ -299,7 +299,7 @@ class ResumableRun(MarkedRun):
             name = f"{MEMORY}{snapshot.operation}"
             if name in self._damaged:
                 others.append(Choice(snapshot.step, self._damaged[name], name))
-            elif not keeper.is_suspect(snapshot.step):
+            elif not await keeper.is_suspect(snapshot.step, snapshot.operation):
                 place = next((place for place, step in enumerate(steps) if step <= snapshot.step), len(steps))
                 steps.insert(place, snapshot.step)
                 names.insert(place, name)

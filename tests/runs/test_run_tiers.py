@@ -726,6 +726,92 @@ def test_a_host_that_took_no_part_in_going_back_is_not_resumed_from(goal: dict[s
     place.die(run)
 
 
+def train_durably(place: Place, last: int) -> bcp.Run:
+    """Train to a step, each of which is durable before the next."""
+    training = Training()
+    run = place.run(training, keep=policies.Everything(), durable=1)
+    assert run.resume() == 0
+    for step in range(1, last + 1):
+        training.set(step)
+        pending = run.maybe_save(step)
+        assert pending is not None
+        pending.wait()
+    until(lambda: place.commits == [*range(1, last + 1)], "the run knows of all")
+    return run
+
+
+def gone_back(place: Place, *, agent_commits: bool) -> None:
+    """Make steps 2 to 4 durable; go back to step 2, make step 3 durable, and die behind the snapshot of step 4."""
+    with agent(place.memory, place.store):
+        run = train_durably(place, 4)
+    place.die(run)
+    training = Training()
+    run = place.run(training, keep=policies.Everything(), durable=policies.AtSteps([3]))
+    assert run.resume(step=2) == 2
+    with agent(place.memory, place.store):
+        training.set(30)
+        run.maybe_save(3)
+        until(lambda: place.commits[4:] == [3], "the new step 3 is durable, so that the old step 4 is suspect")
+    training.set(40)
+    pending = run.maybe_save(4)
+    assert pending is not None
+    pending.released()
+    place.die(run)
+    if agent_commits:
+        before = (place.store / "step-00000004" / METADATA_KEY).read_bytes()
+        with agent(place.memory, place.store):
+            until(lambda: (place.store / "step-00000004" / METADATA_KEY).read_bytes() != before, "an agent commits")
+
+
+@pytest.mark.parametrize("left", ["memory", "memory and storage", "storage"])
+def test_a_new_snapshot_of_a_suspect_step_is_resumed_from(left: str, place: Place) -> None:
+    """The mark is about the checkpoint that was there before."""
+    gone_back(place, agent_commits="storage" in left)
+    if left == "storage":
+        shutil.rmtree(place.memory)
+        assert bcp.latest(place.store) == str(place.store / "step-00000004")
+    training = Training()
+    run = place.run(training, keep=policies.Everything(), durable=1000)
+    assert run.resume() == 4
+    assert training.step == 40
+    assert bool(run.resumed.hosts) == ("memory" in left)
+    place.die(run)
+
+
+def test_a_snapshot_is_no_more_suspect_than_its_checkpoint_in_storage(place: Place) -> None:
+    """A mark of the very save in memory counts."""
+    with agent(place.memory, place.store):
+        run = train_durably(place, 3)
+        run.mark(3, "suspect", "the loss rose")
+    place.die(run)
+    step, run = place.resumed(keep=policies.Everything())
+    assert step == 2
+    place.die(run)
+
+
+def test_a_mark_behind_the_snapshot_of_its_step_is_about_the_old_checkpoint(place: Place) -> None:
+    """The first commit of a run that went back marks newer steps, of which one is in memory by then."""
+    with agent(place.memory, place.store):
+        run = train_durably(place, 4)
+    place.die(run)
+    training = Training()
+    run = place.run(training, keep=policies.Everything(), durable=policies.AtSteps([3]))
+    assert run.resume(step=2) == 2
+    for step in (3, 4):
+        training.set(10 * step)
+        pending = run.maybe_save(step)
+        assert pending is not None
+        pending.released()
+    with agent(place.memory, place.store):
+        until(lambda: place.commits[4:] == [3], "the new step 3 is durable")
+    place.die(run)
+    training = Training()
+    run = place.run(training, keep=policies.Everything(), durable=1000)
+    assert run.resume() == 4
+    assert training.step == 40
+    place.die(run)
+
+
 def test_a_step_that_an_agent_commits_while_the_run_goes_back_is_suspect(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
