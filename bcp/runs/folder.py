@@ -26,7 +26,7 @@ from bcp.backends.cooled import CooledBackend
 from bcp.backends.links import LinkFollower, followed, links_of
 from bcp.backends.objects.retry import JITTER, in_turns
 from bcp.backends.small import get_small
-from bcp.errors import BcpError, CorruptError, InputError, RunTakenError, StorageError
+from bcp.errors import BcpError, CheckpointError, CorruptError, InputError, RunTakenError, StorageError
 from bcp.format.metadata import METADATA_KEY, Commit, decode_commit
 from bcp.policies.keep import Entry
 from bcp.protocols import Backend, RetryPolicy, Sweeper, Unfinished, Version, folders_of
@@ -589,17 +589,20 @@ class Folder:
                 break
         return None
 
-    async def operations_of(self, step: int) -> frozenset[str]:
-        """Return the operations of the committed checkpoints of a step; empty if one of them cannot be read."""
+    async def operations_of(self, step: int) -> frozenset[str] | None:
+        """Return the operations of the committed checkpoints of a step; None if storage does not tell.
+
+        Those with damaged metadata are left out.
+        """
         found = set()
         for name in self.names_of(step):
             try:
                 found.add((await self.read_commit(name)).operation)
-            except FileNotFoundError:
+            except (FileNotFoundError, CheckpointError):
                 continue
             except BcpError as error:
                 log.warning("the commit of a checkpoint cannot be read", checkpoint=name, error=repr(error))
-                return frozenset()
+                return None
         return frozenset(found)
 
     async def _metrics(self, step: int) -> Mapping[str, float]:

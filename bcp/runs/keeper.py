@@ -300,7 +300,7 @@ class Keeper:
         is_suspect = entry is not None and entry.trust == "suspect" and not entry.about
         if step in self._own or not (is_suspect or step in self._left_behind):
             return
-        self._about[step] = about = await self._folder.operations_of(step)
+        self._about[step] = about = await self._folder.operations_of(step) or frozenset()
         if entry is not None and is_suspect and about:
             marked = partial(_marked_about, step, about)
             try:
@@ -367,7 +367,7 @@ class Keeper:
         if entry is None or entry.trust != "suspect":
             return False
         about = entry.about or await self._folder.operations_of(step)
-        return operation in about or not about
+        return about is None or operation in about
 
     async def best(self, policy: Best) -> str:
         """Return the name of the folder with the best checkpoint that is not suspect; "" if there is none.
@@ -426,6 +426,21 @@ class Keeper:
                 await self._roles.check()
         except StorageError as error:
             log.warning("the run's ledger could not be read before a save, which goes on: %s", error)
+
+    async def kept(self) -> None:
+        """Look behind a snapshot in memory, whose checkpoint may be long in coming: a restart goes on from it.
+
+        So newer checkpoints are left behind now, where the run went back, and not with the next commit.
+
+        Raises:
+            RunTakenError: another job has taken the folder since.
+            StorageError: storage failed; the next call tries it again.
+
+        """
+        await self.check_owner()
+        if self._left_behind:
+            await self._note(self._leave_behind)
+            self._left_behind = set()
 
     async def _doubt(self, step: int) -> None:
         """Take back the mark "verified" of a step that is about to be saved again; pin an old checkpoint that stays.

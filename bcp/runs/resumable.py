@@ -157,9 +157,9 @@ class ResumableRun(MarkedRun):
         ``resumed`` and a log line say which checkpoint was chosen, and why others were passed over.
 
         Pass ``step`` to go back to an earlier checkpoint, whatever its mark. Newer checkpoints stay as they are until
-        the run commits its next one. Then they are marked as suspect, so that a restart goes on from the new ones;
-        verified ones are pinned besides. The policy deletes them as it deletes others. ``fresh`` goes back to the
-        beginning in the same way.
+        the run commits its next one, or has its next snapshot in memory. Then they are marked as suspect, so that a
+        restart goes on from the new ones; verified ones are pinned besides. The policy deletes them as it deletes
+        others. ``fresh`` goes back to the beginning in the same way.
 
         A save replaces an old checkpoint of its step. A checkpoint that is pinned, verified, or spared as below stays:
         the new one is saved into a folder beside it, with a warning.

@@ -350,7 +350,7 @@ class Run(SurvivingRun):
         if self._tiered is not None:
             await self._tiered.look(self._clock.step)
         if self._keeper is not None:
-            await self._keeper.check_owner()
+            await self._keeper.kept()
 
     # -- stop --------------------------------------------------------------------------------------
 

@@ -812,6 +812,38 @@ def test_a_mark_behind_the_snapshot_of_its_step_is_about_the_old_checkpoint(plac
     place.die(run)
 
 
+def trust_of(place: Place) -> dict[int, str]:
+    return {info.step: info.trust for info in bcp.tools.list_steps(place.store)}
+
+
+@pytest.mark.parametrize("left", ["memory", "storage"])
+def test_a_run_that_went_back_is_resumed_from_its_snapshot_before_any_commit(left: str, place: Place) -> None:
+    """The checkpoints that it has left behind are newer, and are suspect once a snapshot is in memory."""
+    with agent(place.memory, place.store):
+        run = train_durably(place, 4)
+    place.die(run)
+    training = Training()
+    run = place.run(training, keep=policies.Everything(), durable=1000)
+    assert run.resume(step=2) == 2
+    assert trust_of(place) == dict.fromkeys(range(1, 5), "unknown")
+    training.set(30)
+    pending = run.maybe_save(3)
+    assert pending is not None
+    pending.released()
+    until(lambda: trust_of(place)[4] == "suspect", "they are left behind")
+    place.die(run)
+    if left == "storage":
+        before = (place.store / "step-00000003" / METADATA_KEY).read_bytes()
+        with agent(place.memory, place.store):
+            until(lambda: (place.store / "step-00000003" / METADATA_KEY).read_bytes() != before, "an agent commits")
+        shutil.rmtree(place.memory)
+    training = Training()
+    run = place.run(training, keep=policies.Everything(), durable=1000)
+    assert run.resume() == 3
+    assert training.step == 30
+    place.die(run)
+
+
 def test_a_step_that_an_agent_commits_while_the_run_goes_back_is_suspect(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
