@@ -17,6 +17,7 @@ from bcp.backends.cold import (
     FOLDER_SUFFIX,
     MARK_KEY,
     MOST_PLACES,
+    STEP_FOLDER,
     ColdPlace,
     ColdPlaces,
     ColdRecord,
@@ -31,12 +32,14 @@ from bcp.backends.cold import (
 from bcp.backends.links import links_of
 from bcp.backends.local import fixed
 from bcp.errors import CorruptError, InputError
+from bcp.format.metadata import METADATA_KEY
 from bcp.policies.checks import amount
 from bcp.policies.keep import DAY
 from bcp.protocols import Backend, folders_of
 from bcp.runs.folder import Folder
 from bcp.runs.latest import folder_of
 from bcp.runs.ledger import Ledger
+from bcp.runs.ledger_file import LEDGER_KEY
 from bcp.runs.names import step_of, whole_step
 from bcp.runtime.threads import in_thread
 from bcp.tools.calls import Progress, called, counting, ignore_progress
@@ -105,7 +108,7 @@ def cool(
 
     Raises:
         InputError: the path is no run with a ledger; ``to`` is the run's folder or lies in it, belongs to another run,
-            or cannot be a cold place; or ``days`` is negative. Nothing was written.
+            is one or a checkpoint, or cannot be a cold place; or ``days`` is negative. Nothing was written.
         CorruptError: the run's record of cold places is damaged.
         StorageError: storage failed, the cold place cannot be written to, or a copy differs from its file. The file
             stays.
@@ -331,7 +334,7 @@ class _Run:
         touched.
 
         Raises:
-            InputError: the place belongs to another run.
+            InputError: the place belongs to another run, or is one or a checkpoint.
             StorageError: storage failed, or a place that is the run's has lost its mark.
 
         """
@@ -341,6 +344,7 @@ class _Run:
             raise InputError(f"{shown(self.where)} has {len(record.places)} cold places already; choose one of them")
         if known is None:
             opened = await self.places.opened(ColdPlace(url, ""))
+            await _refuse_if_taken(opened.backend, url)
             run = await in_thread(run_words, self.where)
             known = ColdPlace(url, await _marked(opened.backend, url, run, self.ledger.run_id))
         place = await self.places.opened(known)
@@ -423,6 +427,13 @@ def _is_own(mark: Mapping[str, str], run: str, run_id: str) -> bool:
     return mark["run"] == run and mark["id"] in ("", run_id)
 
 
+async def _refuse_if_taken(place: Backend, url: str) -> None:
+    """Raise InputError for the folder of a run or of a checkpoint: who deletes that would delete cold files, too."""
+    for key, words in ((LEDGER_KEY, "the folder of a run"), (METADATA_KEY, "a checkpoint")):
+        if await place.version(key) is not None:
+            raise InputError(f"to={shown(url)!r} is {words}; choose a place that nothing else uses")
+
+
 async def _marked(place: Backend, url: str, run: str, run_id: str) -> str:
     """Put the mark of the run into a new cold place; return its token.
 
@@ -467,4 +478,8 @@ def _cold_url(to: Path, run: str) -> str:
     if inner[: len(outer)] == outer:
         words = "is the folder of the run" if inner == outer else "lies in the folder of the run"
         raise InputError(f"to={url!r} {words} {shown(run)}; choose a place outside of it")
+    if any(map(STEP_FOLDER.fullmatch, inner)):
+        raise InputError(
+            f"to={url!r} lies in a checkpoint of a run, which deletes it with all that is in it; choose a place outside"
+        )
     return url.rstrip("/") or "/"

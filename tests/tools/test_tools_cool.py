@@ -397,6 +397,18 @@ def test_bad_numbers_and_folders_are_refused(run: Path, cold: Path, tmp_path: Pa
     (run / "run.json").write_bytes(ledger)
 
 
+def test_the_folder_of_a_run_or_of_a_checkpoint_is_no_cold_place(run: Path, tmp_path: Path) -> None:
+    """Retention of the other run would delete the copies with the checkpoint."""
+    train(tmp_path / "other")
+    untouched(run, lambda: bcp.cool(run, to=tmp_path / "other", days=0), "is the folder of a run")
+    inside = tmp_path / "other" / "step-00000001"
+    untouched(run, lambda: bcp.cool(run, to=inside, days=0), "lies in a checkpoint of a run")
+    untouched(run, lambda: bcp.cool(run, to=inside / "cold", days=0), "lies in a checkpoint of a run")
+    untouched(run, lambda: bcp.cool(run, to=inside / "cold", days=0, dry_run=True), "lies in a checkpoint of a run")
+    bcp.save(tmp_path / "alone", states(1))
+    untouched(run, lambda: bcp.cool(run, to=tmp_path / "alone", days=0), "is a checkpoint")
+
+
 def test_a_place_of_another_run_is_refused(run: Path, cold: Path, tmp_path: Path) -> None:
     cooled(run, cold)
     train(tmp_path / "other")
