@@ -57,9 +57,10 @@ async def lost_before(folder: NodeFolder, operation: str) -> AsyncIterator[Lost 
     lost = (record.place - 1) % len(members)
     marks = [Mark(operation, rank) for rank in members[lost]]
     async with AsyncExitStack() as stack:
-        token, files = await in_thread(folder.token), dict[int, Backend]()
-        for number, (name, address) in enumerate(zip(record.names, record.addresses, strict=True)):
-            files[number] = folder.files if number == record.place else peer_at(name, address, token)
+        files = dict[int, Backend]()
+        for number in range(len(members)):
+            there = [Mark(operation, rank) for rank in members[number]]
+            files[number] = folder.files if number == record.place else await _reached(folder, record, number, there)
             stack.push_async_callback(files[number].aclose)
         is_here = all([await in_thread(folder.is_marked, mark) for mark in marks])
         if is_here or await _serves(files.pop(lost), marks):
@@ -72,6 +73,17 @@ async def lost_before(folder: NodeFolder, operation: str) -> AsyncIterator[Lost 
 def _record(folder: NodeFolder, operation: str) -> ParityRecord | None:
     with folder.parity.holding(operation) as record:
         return record
+
+
+async def _reached(folder: NodeFolder, record: ParityRecord, number: int, marks: Sequence[Mark]) -> Backend:
+    """Return the memory of a host of the group, which may have another address since the parity was made."""
+    name, address, token = record.names[number], record.addresses[number], await in_thread(folder.token)
+    files, sources = peer_at(name, address, token), await in_thread(folder.sources)
+    now = dict(zip(sources.nodes, sources.addresses, strict=True)).get(name, address)
+    if now == address or await _serves(files, marks):
+        return files
+    await files.aclose()
+    return peer_at(name, now, token)
 
 
 async def _serves(files: Backend, marks: Sequence[Mark]) -> bool:

@@ -396,6 +396,23 @@ def test_agents_make_a_snapshot_durable_without_a_lost_host(group: Group) -> Non
     assert [{mark.rank for mark in group.folders[host].copies()} for host in (1, 2)] == [{0, 1}, set()]
 
 
+def test_a_lost_host_is_rebuilt_from_hosts_that_have_moved(group: Group) -> None:
+    """The others have come back with other addresses, which the job has told since."""
+    operation = group.keep(1)
+    group.round()
+    shutil.rmtree(group.folders[0].root)
+    with MemoryServer(group.folders[2], "127.0.0.1") as server:
+        for old in group.servers:
+            old.__exit__()
+        sources = group.folders[1].sources()
+        moved = f"127.0.0.1:{server.address[1]}"
+        addresses = tuple(moved if name == "h2" else "" for name in sources.nodes)
+        group.folders[1].put_sources(Sources(sources.nodes, addresses, sources.place))
+        group.copiers[1].stuck.add(operation)
+        group.round(1)
+    assert {mark.rank for mark in group.folders[1].marks()} == {0, 1, 2}
+
+
 def test_a_host_that_answers_is_not_rebuilt(group: Group) -> None:
     operation = group.keep(1)
     group.round()
