@@ -48,7 +48,7 @@ async def asave(job: SaveJob) -> SaveResult:
             record.forgiving(job.operation) as agreement,
         ):
             with job.watch.phase("plan"):
-                held, opening, planned, items, values = await plan_save(agreement, job, snapshot, refusal)
+                held, opening, _, planned, items, values = await plan_save(agreement, job, snapshot, refusal)
                 undo.begin(opening.operation, items)
             async with saving.not_replaced(job.backend, job.path, opening.operation, opening.version):
                 with job.watch.phase("write"):
@@ -67,18 +67,20 @@ async def asave(job: SaveJob) -> SaveResult:
 
 async def plan_save(
     agreement: Agreement, job: SaveJob, snapshot: saving.Snapshot, refusal: InputError | None
-) -> tuple[saving.LocalState, saving.Opening, saving.Planned | None, list[WriteItem], dict[ObjectKey, str]]:
+) -> tuple[
+    saving.LocalState, saving.Opening, saving.SavePlan, saving.Planned | None, list[WriteItem], dict[ObjectKey, str]
+]:
     """Take stock of the state, and agree with all ranks on the writes; ``refusal`` is told to them in its place.
 
-    Returns the state, the opening of the save, the step that leads rank 0 to the commit, this rank's parts in the order
-    of the graph, and the values that it owns.
+    Returns the state, the opening of the save, this rank's writes, the step that leads rank 0 to the commit, this
+    rank's parts in the order of the graph, and the values that it owns.
     """
     stock = await capture_error(in_thread_gc_paused(snapshot.take_stock)) if refusal is None else refusal
     held, opening, plan, planned = await saving.plan_writes(agreement, job, stock, snapshot.fence)
     job.watch.join(opening.operation, opening.trace)
     items = await in_thread_gc_paused(saving.write_items, held, plan, opening.operation, job.rank, job.options)
     values = await in_thread(saving.owned_values, job, held, plan)
-    return held, opening, planned, items, values
+    return held, opening, plan, planned, items, values
 
 
 async def write_parts(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot) -> list[PartReceipt]:

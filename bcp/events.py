@@ -185,6 +185,7 @@ TierHappening = Literal[
     "unwatched",
     "full",
     "unreachable",
+    "drifted",
     "stale",
     "passed_over",
     "read",
@@ -221,6 +222,7 @@ class TierEvent:
             - ``unwatched``: this process waits no more, as for a run that is closed, and agents go on with it;
             - ``full``: the file system in memory has no room for it;
             - ``unreachable``: a host cannot fetch its copies from another one, and goes on trying;
+            - ``drifted``: two replicas of a file have differed, and the copy is the owner's; told in the next save;
             - ``stale``: a resumption has passed it over;
             - ``passed_over``: a copy of a file was damaged or did not answer, so that the next copy was read;
             - ``read``: a resumption has read bytes from one place.

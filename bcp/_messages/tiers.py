@@ -14,6 +14,7 @@ __all__ = [
     "Attended",
     "Digested",
     "Drained",
+    "Drift",
     "HeldGroup",
     "HeldRanks",
     "Holdings",
@@ -31,14 +32,21 @@ __all__ = [
     "Settled",
     "Sources",
     "ToldLayout",
+    "Traffic",
     "Troubles",
+    "TwinShares",
+    "TwinTable",
     "Want",
     "WholeSnapshots",
+    "WrittenTwin",
 ]
 
 OPERATION = re.compile(r"[0-9a-f]{16}")
 PLACE = re.compile(r"(?:[A-Za-z0-9_@+=][A-Za-z0-9._@+=-]*(?:/[A-Za-z0-9_@+=][A-Za-z0-9._@+=-]*)*)?")
 """Names below a root. None begins with a dot, so that no place leads out of it."""
+
+SHARE_BYTES = 24
+"""Bytes of a row of bcp.plan.write.divide.SHARE."""
 
 MOST_KEY = 256
 MOST_VALUE = 2048
@@ -86,6 +94,8 @@ class ToldLayout(Message, frozen=True):
 
     digest: bytes  # of the encoded layout that its host has; empty for none
     is_copied: bool  # whether other hosts have all of the last snapshot of this host that was to be copied
+    pairs: bool = False  # whether this rank wants twins
+    is_paired: bool = False  # whether it knows them
 
 
 class KnownLayout(Message, frozen=True):
@@ -94,6 +104,51 @@ class KnownLayout(Message, frozen=True):
     digest: Digest
     layout: bytes  # encoded; empty if all ranks have kept it before
     is_copied: bool = True  # whether all hosts have copies of the last snapshot that was to be copied
+    pairs: bool = False  # whether all ranks choose twins now
+
+
+class TwinTable(Message, frozen=True, array_like=True, tag=False):
+    """The shards of one rank, and its writes of them."""
+
+    held: Digest  # of the shards; equal shards have equal digests
+    rows: bytes  # rows of bcp.plan.write.divide.SHARE
+
+
+class TwinShares(Message, frozen=True, array_like=True, tag=False):
+    """What one rank writes for its twins on another host."""
+
+    source: Count  # number of the host that this one copies; this host's own for none
+    ranks: bytes  # int32[k], whose tensors
+    rows: tuple[bytes, ...]  # rows of bcp.plan.write.divide.SHARE of each of them
+
+    def __post_init__(self) -> None:
+        expect(
+            len(self.ranks) == 4 * len(self.rows),
+            *(len(each) % SHARE_BYTES == 0 for each in self.rows),
+            reason=f"{len(self.ranks)} bytes of ranks with {len(self.rows)} columns of rows",
+        )
+
+
+class WrittenTwin(Message, frozen=True):
+    """A note of a rank that writes the tensors of a rank on another host."""
+
+    writer: Rank  # on this host
+    differing: tuple[str, ...]  # tensors whose replicas are known to differ
+
+
+class Drift(Message, frozen=True):
+    """A file whose two replicas in memory have differed: one of them is damaged, or ranks have trained apart."""
+
+    operation: str
+    step: Count
+    host: str  # that has the file of its own
+    rank: Rank  # whose file it is
+    twin: Rank  # that wrote the replica on this host
+    nbytes: Count  # bytes that have differed
+    said: str  # file, blocks and tensors
+
+    def __post_init__(self) -> None:
+        expect(OPERATION.fullmatch(self.operation) is not None, reason=f"operation {self.operation!r}")
 
 
 class HeldRanks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -238,6 +293,13 @@ class Troubles(Message, frozen=True):
     def __post_init__(self) -> None:
         count = len(self.reasons)
         expect(len(self.places) == count, reason=f"{len(self.places)} places with {count} reasons")
+
+
+class Traffic(Message, frozen=True):
+    """The bytes of copies that the agent of a host has made in its life."""
+
+    fetched: Count  # over the network
+    by_twins: Count  # from what ranks of this host have written
 
 
 class Want(Message, frozen=True):

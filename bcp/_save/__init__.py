@@ -3,8 +3,17 @@
 from bcp._save.failures import CleanUp, not_replaced, put_back, undone_on_error
 from bcp._save.leader import BLOCK_BYTES, Opening, Planned, commit_save
 from bcp._save.local_state import LocalState
-from bcp._save.parts import contents, make_receipt, open_files, owned_values, put_receipt, result, write_items
-from bcp._save.plan import SavePlan, only_save_to, plan_writes, read_share
+from bcp._save.parts import (
+    contents,
+    make_receipt,
+    open_files,
+    owned_values,
+    put_receipt,
+    result,
+    twin_items,
+    write_items,
+)
+from bcp._save.plan import SavePlan, known_replicas, only_save_to, plan_writes, read_share
 from bcp._save.snapshot import Snapshot, first_sizes, pinned_nbytes, rehearse
 
 __all__ = [
@@ -18,6 +27,7 @@ __all__ = [
     "commit_save",
     "contents",
     "first_sizes",
+    "known_replicas",
     "make_receipt",
     "not_replaced",
     "only_save_to",
@@ -30,6 +40,7 @@ __all__ = [
     "read_share",
     "rehearse",
     "result",
+    "twin_items",
     "undone_on_error",
     "write_items",
 ]

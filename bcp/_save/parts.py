@@ -35,7 +35,16 @@ from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.memcpy import addresses
 from bcp.state.values import encode_value, encode_values
 
-__all__ = ["contents", "make_receipt", "open_files", "owned_values", "put_receipt", "result", "write_items"]
+__all__ = [
+    "contents",
+    "make_receipt",
+    "open_files",
+    "owned_values",
+    "put_receipt",
+    "result",
+    "twin_items",
+    "write_items",
+]
 
 
 def unit_ends(held: LocalState, plan: SavePlan) -> list[int]:
@@ -84,6 +93,13 @@ def write_items(held: LocalState, plan: SavePlan, operation: str, rank: int, opt
             more = _items(files, table, tensors, addresses(tensors, table), operation, rank, encoded=encoded)
             items += [replace(item, edges=_edges(item, ends, files[0]), is_steady=True) for item in more]
     return items
+
+
+def twin_items(held: LocalState, files: Sequence[DataFile], operation: str, rank: int) -> list[WriteItem]:
+    """List the parts of files that this rank writes for another one, whose shards are equal."""
+    shards = held.shards
+    items = _items(files, shards.table, shards.tensors, held.address, operation, rank, encoded=False)
+    return [replace(item, part=replace(item.part, name=f"{item.name} of rank {rank}")) for item in items]
 
 
 def _items(

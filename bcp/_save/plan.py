@@ -36,7 +36,7 @@ from bcp.runtime.device import Fence
 from bcp.runtime.process import process_lock
 from bcp.runtime.threads import in_thread_gc_paused
 
-__all__ = ["SavePlan", "only_save_to", "plan_writes", "read_share"]
+__all__ = ["SavePlan", "known_replicas", "only_save_to", "plan_writes", "read_share"]
 
 _plans: LruCache[bytes, SavePlan] = LruCache(16)
 _in_flight: set[tuple[str, int]] = set()
@@ -52,6 +52,7 @@ class SavePlan:
     objects: Sequence[tuple[str, str]]  # the leaves that are no tensors, and whose values go into the receipt
     units: Sequence[str]  # paths of the units that it writes, and of shared parts of sharded states
     replicas: ReplicaRows  # the shards that it compares with other ranks
+    share: bytes = b""  # rank 0's answer, from which all of this follows
 
 
 async def plan_writes(
@@ -69,8 +70,7 @@ async def plan_writes(
         raise held
     own = _Own(agreement, job, held, fence)
     table = held.shards.table
-    remembers = job.world_size > 1 and job.options.replicas != "error"
-    replicas = await in_thread_gc_paused(recalled, table, job.folder) if remembers else KnownReplicas(table)
+    replicas = await in_thread_gc_paused(known_replicas, job, table)
     # Every rank's key names all ranks' tables: where all have the same, all tables are what they were (sec. 4.1).
     known = _plans.get(await own.layout(replicas.table))
     hello = known.key + await own.total(known, replicas) if known else bytes(HELLO_BYTES)
@@ -92,6 +92,12 @@ async def plan_writes(
         plan, planned = await own.new_plan(replicas.table, opened)
         differs = await own.differs(plan, planned, replicas)
     return held, opening, plan, planned
+
+
+def known_replicas(job: SaveJob, table: ShardTable) -> KnownReplicas:
+    """Return the table of this rank with what earlier saves have found about its replicas."""
+    remembers = job.world_size > 1 and job.options.replicas != "error"
+    return recalled(table, job.folder) if remembers else KnownReplicas(table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,7 @@ def read_share(prepared: RankTable, share: bytes, rank: int, key: bytes, part_by
     plan = prepared.plan(share)
     files = data_files(prepared.table, plan.writes, rank=rank, part_bytes=part_bytes)
     replicas = ReplicaRows.of(prepared.table, plan.compared)
-    return SavePlan(key, files, plan.objects, plan.units, replicas)
+    return SavePlan(key, files, plan.objects, plan.units, replicas, share)
 
 
 @contextmanager

@@ -8,35 +8,34 @@ copies is used again for the next ones.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
 
 from bcp._log import log
-from bcp._messages.tiers import Offered, Sources
+from bcp._messages.tiers import Offered, Sources, Traffic, WrittenTwin
 from bcp.agent.fetching import fetched_receipt
 from bcp.agent.pace import Pace
 from bcp.agent.parity import ParityKeeper
 from bcp.agent.rescue import lost_before
-from bcp.errors import BcpError, CorruptError
+from bcp.agent.twins import compared, drift_of
+from bcp.errors import BcpError, CorruptError, StorageError
 from bcp.format.metadata import receipt_key
 from bcp.format.receipt import FileReceipt, Receipt
 from bcp.pipeline import Pipeline, Stage
 from bcp.protocols import Backend
 from bcp.read.windows import Window, windows_of, wrong_block
 from bcp.runtime.threads import in_thread
+from bcp.tiers.copies import TwinState, free_copies, twin_state
 from bcp.tiers.digests import PART_BYTES, key_of, run_windows
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import COPYING, Mark, Noted, told
+from bcp.tiers.notes import COPYING, Mark, told
 from bcp.tiers.peer import peer_at
 from bcp.tiers.wire import OFFER
 
-__all__ = ["Copier", "needed_operations"]
-
-GENERATIONS = 2
-"""Newer snapshots of this host, behind which the copies of a host that is not there any more can go."""
+__all__ = ["Copier"]
 
 LONGEST_PAUSE_SECONDS = 5.0
 
@@ -60,6 +59,8 @@ class Copier:
     _told: dict[str, str] = field(default_factory=dict)
     _lost: dict[str, str] = field(default_factory=dict)
     _rescued: str = ""
+    _fetched: int = 0
+    _by_twins: int = 0
     _parity: ParityKeeper = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,7 +121,7 @@ class Copier:
                 await in_thread(self.folder.note_copies, lost.marks, lost.name)
                 for mark in lost.marks:
                     if not await in_thread(self.folder.is_marked, mark):
-                        await self._fetch_rank(lost.files, mark)
+                        await self._fetch_rank(lost.files, mark, lost.name)
                 log.info("the files of a lost host are rebuilt from parity", host=lost.name, operation=operation)
         except (BcpError, OSError) as error:
             tell = log.info if operation in self._lost else log.warning
@@ -135,27 +136,66 @@ class Copier:
     async def _fetch(self, files: Backend, name: str, number: int) -> None:
         """Fetch the newest snapshot that a host offers, and tell it so, until it offers no other one."""
         while True:
-            held = self._held.get(name, "")
+            held, before = self._held.get(name, ""), (self._fetched, self._by_twins)
             offered = Offered.decode(bytes(await files.get(f"{OFFER}{number}-{held}")))
             if offered.operation in ("", held):
                 return
             marks = [Mark(offered.operation, rank) for rank in offered.ranks]
             await in_thread(self.folder.note_copies, marks, name)
+            if TwinState.WRITING in await in_thread(self._states, marks):
+                return  # the next round finds them whole
             for mark in marks:
                 if not await in_thread(self.folder.is_marked, mark):
-                    await self._fetch_rank(files, mark)
+                    await self._fetch_rank(files, mark, name)
             self._held[name] = offered.operation
+            fetched, by_twins = self._fetched - before[0], self._by_twins - before[1]
+            log.info("a snapshot of another host is copied", host=name, network=fetched, twins=by_twins)
+            await in_thread(self.folder.put_traffic, Traffic(self._fetched, self._by_twins))
             await in_thread(self._tidy)
 
-    async def _fetch_rank(self, files: Backend, mark: Mark) -> None:
-        """Fetch the files of one rank, then mark them."""
+    def _states(self, marks: Sequence[Mark]) -> list[TwinState]:
+        with told(self.folder.root), self.folder.arranging():
+            return [twin_state(self.folder, mark) for mark in marks if not self.folder.is_marked(mark)]
+
+    async def _fetch_rank(self, files: Backend, mark: Mark, name: str) -> None:
+        """Fetch the files of one rank, but for those that a twin has written here; then mark them."""
         intent, receipt, data = await fetched_receipt(files, mark, self.folder)
-        key = receipt_key(mark.rank, mark.operation)
+        key, twin = receipt_key(mark.rank, mark.operation), await in_thread(self._twin, mark)
         for file in receipt.files:
-            await self._fetch_file(files, receipt, file)
+            path = self.folder.root / key_of(receipt, file)
+            if twin is not None and path.exists() and path.stat().st_size == file.stored_nbytes:
+                differing = await compared(path, files, receipt, file, self.pace, twin.differing)
+                self._count(differing.fetched, file.stored_nbytes - differing.fetched)
+                if differing.blocks:
+                    drift = drift_of(differing, receipt, file, intent.step, host=name, twin=twin.writer)
+                    log.warning("replicas have drifted: %s", drift.said, step=intent.step)
+                    await in_thread(self.folder.put_drift, drift, file.kind)
+            else:
+                await self._fetch_file(files, receipt, file)
+                self._count(file.stored_nbytes, 0)
         await self.folder.files.put(key, data)
         await in_thread(self.folder.prepare, intent)
-        await in_thread(self.folder.mark, mark)
+        await in_thread(self._mark, mark, twin)
+
+    def _twin(self, mark: Mark) -> WrittenTwin | None:
+        """Return which rank of this host has written files whole; let the files be the agent's else. Blocks."""
+        with told(self.folder.root), self.folder.arranging():
+            if twin_state(self.folder, mark) is TwinState.WHOLE:
+                return self.folder.twins()[mark]
+            self.folder.forget_twin(mark)
+            return None
+
+    def _mark(self, mark: Mark, twin: WrittenTwin | None) -> None:
+        """Mark files, unless the trainers that have written them have taken them back. Blocks."""
+        with told(self.folder.root), self.folder.arranging():
+            if twin is not None and mark not in self.folder.twins():
+                raise StorageError(f"rank {twin.writer} has taken back its files of rank {mark.rank}: they come again")
+            self.folder.mark(mark)
+            self.folder.forget_twin(mark)
+
+    def _count(self, fetched: int, by_twins: int) -> None:
+        self._fetched += fetched
+        self._by_twins += by_twins
 
     async def _fetch_file(self, files: Backend, receipt: Receipt, file: FileReceipt) -> None:
         """Fetch a file by parts into its memory; every block is compared with its digest."""
@@ -180,7 +220,9 @@ class Copier:
             if path.exists() and path.stat().st_size != nbytes:
                 path.unlink()
             if not path.exists():
-                old = next((each for each in self._free() if each.stat().st_size == nbytes), None)
+                old = next(
+                    (each for each in free_copies(self.folder, self._rescued) if each.stat().st_size == nbytes), None
+                )
                 if old is None:
                     self.folder.make(path, nbytes, "a copy of another host's file")
                 else:
@@ -190,55 +232,12 @@ class Copier:
         with path.open("r+b") as file:
             return mmap.mmap(file.fileno(), nbytes)
 
-    def _free(self) -> list[Path]:
-        """Return the files of copies that are not needed any more; they count no more. Blocks, while arranging."""
-        copies, there = self.folder.copies(), self.folder.data_files()
-        own = {mark.operation: age for mark, age in self.folder.own_ages().items()}
-        is_marked = {mark for mark in copies if self.folder.is_marked(mark)}
-        needed = needed_operations(copies, is_marked, self.folder.sources().nodes, own)
-        needed |= {self._rescued, *self.folder.awaited()}
-        old = [mark for mark in copies if mark.operation not in needed and self.folder.take(mark)]
-        return [path for mark in old for path in there.get(mark, ())]
-
     def _tidy(self) -> None:
         """Give back the memory of copies that are not needed any more. Blocks."""
         with told(self.folder.root), self.folder.arranging():
-            for path in self._free():
+            for path in free_copies(self.folder, self._rescued):
                 path.unlink(missing_ok=True)
             there = self.folder.data_files()
             for mark in self.folder.copies():
                 if mark not in there and not self.folder.is_marked(mark):
                     self.folder.forget_copy(mark)
-
-
-def needed_operations(
-    copies: Mapping[Mark, Noted], is_marked: Collection[Mark], sources: Collection[str], own: Mapping[str, float]
-) -> set[str]:
-    """Return the operations whose copies have to stay.
-
-    Of a host that this one copies, these are the newest one and the newest whole one beside it: trainers choose the
-    next one when all hosts have the one before. Those of other hosts, which may be lost, stay until this host has two
-    newer snapshots of its own.
-
-    Args:
-        copies: all copies, whole or not.
-        is_marked: those whose files are whole.
-        sources: names of the hosts that this one copies.
-        own: when this host's own snapshots were prepared, by operation.
-
-    """
-    needed: set[str] = set()
-    for name in {noted.name for noted in copies.values()}:
-        groups: dict[str, list[Mark]] = {}
-        for mark, noted in sorted(copies.items(), key=lambda each: -each[1].age):
-            if noted.name == name:
-                groups.setdefault(mark.operation, []).append(mark)
-        whole = [operation for operation, marks in groups.items() if {*marks} <= {*is_marked}]
-        if name in sources:
-            newest = next(iter(groups))
-            needed |= {newest, *[each for each in whole if each != newest][:1]}
-        elif whole:
-            age = max(copies[mark].age for mark in groups[whole[0]])
-            if sum(other > age for other in own.values()) < GENERATIONS:
-                needed.add(whole[0])
-    return needed

@@ -48,6 +48,8 @@ def command(folder: Path, *, as_json: bool) -> int:
     click.echo(clean(f"agent   {agent if memory.is_served else 'none: start python -m bcp.agent'}"))
     others = ", ".join(memory.copies) or "of no other host"
     click.echo(clean(f"copies  {f'parity with {others}' if memory.has_parity else others}"))
+    if memory.by_twins:
+        click.echo(f"twins   {bytes_words(memory.by_twins)} written here, {bytes_words(memory.fetched)} fetched")
     ages = {name: _age(moment) for name, moment in _tiers(memory).items()}
     words = [f"{name} {duration_words(age)}" for name, age in ages.items() if age is not None]
     click.echo(f"newest  {', '.join(words) or 'nothing'}")
@@ -55,6 +57,8 @@ def command(folder: Path, *, as_json: bool) -> int:
     click.echo(f"queue   {queued if memory.queue else 'empty'}")
     for trouble in memory.troubles:
         click.echo(clean(f"fails   {trouble}"))
+    for drift in memory.drifts:
+        click.echo(clean(f"drift   {drift}"))
     columns = ["step", "marked", "size", "ranks", "copied from", "state"]
     rows = [
         [

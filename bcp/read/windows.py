@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from bcp.format.checksums import digests
 from bcp.format.receipt import FileReceipt
 
-__all__ = ["WINDOW_BYTES", "Window", "windows_of", "wrong_block"]
+__all__ = ["WINDOW_BYTES", "Window", "windows_of", "wrong_block", "wrong_rows"]
 
 WINDOW_BYTES = 8 << 20
 """Most bytes of a window, unless a single block is larger."""
@@ -56,11 +57,23 @@ def windows_of(
 def wrong_block(window: Window, memory: memoryview) -> str:
     """Name the first block whose checksum differs from that of the read bytes; empty for none."""
     blocks = window.file.blocks
+    for row, digest in _differing(window, memory):
+        start, length = int(blocks.stored_start[row]), int(blocks.stored_length[row])
+        return (
+            f"{window.key} is corrupt: bytes {start} to {start + length} have checksum {digest.hex()}, saved as "
+            f"{blocks.checksum[row].hex()}; restore it"
+        )
+    return ""
+
+
+def wrong_rows(window: Window, memory: memoryview) -> list[int]:
+    """Return the blocks whose checksums differ from those of the read bytes, as rows of ``file.blocks``."""
+    return [row for row, _ in _differing(window, memory)]
+
+
+def _differing(window: Window, memory: memoryview) -> Iterator[tuple[int, bytes]]:
+    """Yield row and checksum of the read bytes for each block that has another one."""
+    blocks = window.file.blocks
     for row, digest in enumerate(digests([memory], blocks.stored_length[window.rows].tolist()), window.rows.start):
         if digest != blocks.checksum[row]:
-            start, length = int(blocks.stored_start[row]), int(blocks.stored_length[row])
-            return (
-                f"{window.key} is corrupt: bytes {start} to {start + length} have checksum {digest.hex()}, saved as "
-                f"{blocks.checksum[row].hex()}; restore it"
-            )
-    return ""
+            yield row, digest

@@ -32,6 +32,7 @@ from bcp.policies.save import Moment, SavePolicy, as_save_policy, divided
 from bcp.protocols import Backend, Coordinator, States
 from bcp.runtime.threads import in_thread
 from bcp.telemetry.watch import Watch
+from bcp.tiers.copies import leave_twins
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.following import Followed
 from bcp.tiers.meeting import Meeting, MeetingPlace, meet
@@ -41,6 +42,7 @@ from bcp.tiers.options import Tiers
 from bcp.tiers.recovery import Found, Hosts, Memories, Snapshot, find_whole, newest_held
 from bcp.tiers.saving import Aim
 from bcp.tiers.starting import await_agent, start_agent
+from bcp.tiers.twins import Spread
 from bcp.tiers.wire import split_address
 
 __all__ = ["MEMORY", "GiveUp", "Tiered", "tiered"]
@@ -112,8 +114,11 @@ class Tiered:
         hosts = self._memories.hosts
         self._hosts, self._size = hosts, ranks.world_size
         self._sources = self._chosen(hosts)
+        if self._tiers.copies == "auto":
+            spread = Spread(hosts, self._memories.host_of, self._tiers.stride)
+            self._joined.spread = spread if len(hosts.names) > 1 else None
         if ranks.rank == 0:
-            self._tell(hosts, len(self._sources.nodes))
+            self._tell(hosts, self._count(self._sources))
 
     @property
     def snapshots(self) -> Sequence[Snapshot]:
@@ -138,11 +143,18 @@ class Tiered:
         return self.found
 
     def _chosen(self, hosts: Hosts) -> Sources:
-        """Return the hosts whose snapshots this one copies, or keeps the parity of."""
+        """Return the hosts whose snapshots this one copies, or keeps the parity of; with twins the first save knows."""
         tiers = self._tiers
+        if tiers.copies == "auto":
+            return Sources((), ())
         if tiers.parity is not None:
             return hosts.in_parity_with(self._node, tiers.parity, tiers.stride)
         return hosts.copied_by(self._node, tiers.copies - 1, tiers.stride)
+
+    def _count(self, sources: Sources) -> int:
+        """Return how many other hosts copy this one: as many as it copies itself, and one with twins."""
+        has_twins = self._memory is not None and self._memory.spread is not None
+        return 1 if has_twins else len(sources.nodes)
 
     def _durable_at(self, place: str) -> Backend:
         """Return storage at the place of a checkpoint."""
@@ -177,7 +189,7 @@ class Tiered:
         for reason in hosts.reasons:
             log.warning("a snapshot in memory is passed over: %s", reason)
             self._happened("stale", None, "", said=reason)
-        if copies < self._tiers.copies - 1:
+        if copies < (1 if self._tiers.copies == "auto" else self._tiers.copies - 1):
             log.warning(
                 "the job has too few hosts for the copies that were asked for",
                 copies=self._tiers.copies,
@@ -248,8 +260,9 @@ class Tiered:
         if found is not None:
             folder.want(found.operation)
         left = folder.leave_behind(found.operation if found is not None else "")
+        leave_twins(folder, found.operation if found is not None else "")
         folder.put_sources(self._sources)  # not before: ranks were still loading the copies of a lost host
-        self._joined.copies = len(self._sources.nodes)
+        self._joined.copies = self._count(self._sources)
         from_storage = 0 if found is None else found.storage.read_nbytes[STORED]
         return LeftBehind(tuple(each.place for each in left), tuple(each.operation for each in left), from_storage)
 

@@ -33,6 +33,7 @@ from bcp.tiers.intent import decode_intent, encode_intent
 from bcp.tiers.locks import MEMBERS, HostLocks, held_contents, locked, opened
 from bcp.tiers.notes import (
     COPIED,
+    DRIFTED,
     ENDED,
     FINISHED,
     GONE,
@@ -299,7 +300,7 @@ class NodeFolder(Notes, HostLocks):
         """Remove the notes of saves that have no marks any more, but for the newest ones."""
         marked = {mark.operation for mark in self.marks()} | self.parity.operations()
         with told(self.root):
-            for name in (ENDED, WANTED, COPIED):
+            for name in (ENDED, WANTED, COPIED, DRIFTED):
                 notes = [path for path in (self.root / name).iterdir() if OPERATION.match(path.name)]
                 notes = [path for path in notes if path.name.partition("-")[0] not in marked]
                 for path in sorted(notes, key=lambda each: each.stat().st_mtime)[: max(len(notes) - MOST_NOTES, 0)]:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from bcp._log import log
+from bcp._messages.tiers import Drift
 from bcp._text import hidden
 from bcp.events import SaveResult, TierEvent, TierHappening
 from bcp.telemetry.watch import Watch
@@ -75,6 +77,20 @@ class Followers:
         for host in troubles.keys() - self._troubled:
             watch(TierEvent("unreachable", watch.step, "", now, place=host, said=hidden(troubles[host])))
         self._troubled = frozenset(troubles)
+
+    def drifted(self, watch: Watch, drifts: Sequence[Drift]) -> None:
+        """Tell of files whose replicas have differed.
+
+        Args:
+            watch: of a save that is under way.
+            drifts: what agents have found, each once.
+
+        """
+        now = time.monotonic()
+        for each in drifts:
+            log.warning("replicas have drifted: %s", each.said, step=each.step, host=each.host)
+            said = hidden(each.said)
+            watch(TierEvent("drifted", each.step, each.operation, now, None, each.nbytes, each.host, said))
 
     def copied(self, operation: str) -> None:
         """Tell that all hosts have their copies of a snapshot."""

@@ -14,12 +14,15 @@ from pathlib import Path
 
 import torch
 
+from bcp._messages.tiers import Drift, WrittenTwin
 from bcp.errors import StorageError
 from bcp.runtime.staging import map_file
 from bcp.stages.items import WriteItem
+from bcp.tiers.copies import drop_twins, free_copies
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.following import Followers
-from bcp.tiers.notes import COPYING, told
+from bcp.tiers.notes import COPYING, Mark, told
+from bcp.tiers.twins import Spread, TwinFiles
 
 __all__ = ["TierMemory"]
 
@@ -48,6 +51,8 @@ class TierMemory:
             one that is being copied to other hosts, and the newest one that all hosts have copied.
         promised: operation of the newest snapshot that shall go to durable storage; empty for none.
         layout: digest of the layout of the last save; empty before the first.
+        spread: the hosts that are to hold each other's files by twins; None for copies over the network alone.
+        twins: what this rank writes for other hosts; None before the first save.
         followers: of the snapshots that are live.
     """
 
@@ -73,8 +78,11 @@ class TierMemory:
         self.live: frozenset[str] = frozenset()
         self.promised = ""
         self._copying = self._copied = ""
+        self._told = {*folder.drifts()}
         self.followers = Followers()
         self.layout = b""
+        self.spread: Spread | None = None
+        self.twins: TwinFiles | None = None
         self._mapped: dict[Inode, Kept] = {}
         self._open: dict[str, Kept] = {}
 
@@ -105,6 +113,18 @@ class TierMemory:
         troubles = self.folder.troubles(COPYING) if self.copies else {}
         return troubles if troubles and self.rank == min(self.folder.members(), default=0) else {}
 
+    def new_drifts(self) -> list[Drift]:
+        """Return the files of other hosts that twins here have not had bit by bit, each once; one rank does so. Blocks.
+
+        Files that an earlier life of the job was told of are left out.
+        """
+        if self.spread is None or self.rank != min(self.folder.members(), default=0):
+            return []
+        drifts = self.folder.drifts()
+        new = [drift for name, drift in drifts.items() if name not in self._told]
+        self._told |= drifts.keys()
+        return new
+
     def all_marked(self, operation: str, *, is_copied: bool) -> None:
         """Note that all ranks have marked a snapshot.
 
@@ -130,7 +150,7 @@ class TierMemory:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def begin(self, sizes: Mapping[str, int], operation: str) -> None:
+    def begin(self, sizes: Mapping[str, int], operation: str, twins: Mapping[str, int] | None = None) -> None:
         """Get a file for each key, of so many bytes. Blocks.
 
         Files come from snapshots that are not live and that nobody reads, of this rank and of ranks that are not on
@@ -139,6 +159,7 @@ class TierMemory:
         Args:
             sizes: bytes of each data file of the save.
             operation: id of the save.
+            twins: the same of files that this rank writes for ranks of another host.
 
         Raises:
             FullError: there is no room.
@@ -148,6 +169,9 @@ class TierMemory:
         try:
             with told(self.folder.root), self.folder.arranging():
                 self._arrange(sizes, operation)
+                self._forget_twins({operation, *self.live})
+                if twins:
+                    self._arrange_twins(twins, operation)
         except FileNotFoundError as error:
             raise StorageError(
                 f"a file of rank {self.rank} in {self.folder.root} was deleted meanwhile: {error}"
@@ -179,6 +203,41 @@ class TierMemory:
             self._open[path.relative_to(self.folder.root).as_posix()] = self._of(path, nbytes)
         alive = {_inode(path) for paths in self.folder.data_files().values() for path in paths}
         self._mapped = {inode: each for inode, each in self._mapped.items() if inode in alive}
+
+    def _arrange_twins(self, sizes: Mapping[str, int], operation: str) -> None:
+        """Get files for ranks of another host: those of copies that are not needed any more, and then new ones."""
+        assert self.twins is not None  # noqa: S101 -- the sizes are those of its files
+        marks = [Mark(operation, rank) for rank in self.twins.files]
+        for mark in marks:
+            self.folder.note_twin(mark, WrittenTwin(self.rank, self.twins.differing))
+        self.folder.note_copies(marks, self.twins.sources.nodes[0])
+        free = free_copies(self.folder)
+        for key, nbytes in sizes.items():
+            path = self.folder.root / key
+            path.parent.mkdir(0o700, exist_ok=True)
+            old = self._chosen(free, nbytes)
+            if old is None:
+                self.folder.make(path, nbytes, f"the twin of another host's file, by rank {self.rank},")
+            else:
+                free.remove(old)
+                old.rename(path)
+            self._open[key] = self._of(path, nbytes)
+
+    def _forget_twins(self, live: Collection[str]) -> None:
+        """Forget what this rank has written for others in saves that have failed elsewhere; agents free the files."""
+        for mark in self._written():
+            if mark.operation not in live:
+                self.folder.forget_twin(mark)
+
+    def give_up(self, mark: Mark) -> None:
+        """Forget files that are not marked, and remove what this rank has written for other hosts with them. Blocks."""
+        self.folder.forget(mark)
+        with told(self.folder.root), self.folder.arranging():
+            drop_twins(self.folder, [each for each in self._written() if each.operation == mark.operation])
+
+    def _written(self) -> list[Mark]:
+        """Return the files that this rank has written for others, and that no agent has compared."""
+        return [mark for mark, written in self.folder.twins().items() if written.writer == self.rank]
 
     def _freed(self, operation: str, sizes: Collection[int]) -> list[Path]:
         """Take the files of snapshots that nobody needs; return them.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bcp._log import log
-from bcp._messages.tiers import Sources, Troubles
+from bcp._messages.tiers import Drift, Sources, Traffic, Troubles, WrittenTwin
 from bcp.errors import InputError, MessageError, StorageError
 from bcp.format.metadata import OPERATION
 
@@ -32,10 +32,10 @@ __all__ = [
     "write_small",
 ]
 
-ENDED, WANTED, COPIES, COPIED = "ended", "wanted", "copies", "copied"
-NOTE_DIRECTORIES = ENDED, WANTED, COPIES, COPIED
+ENDED, WANTED, COPIES, COPIED, TWINS, DRIFTED = "ended", "wanted", "copies", "copied", "twins", "drifted"
+NOTE_DIRECTORIES = ENDED, WANTED, COPIES, COPIED, TWINS, DRIFTED
 TOKEN, ADDRESS, PORT, RUN, SOURCES, FINISHED = "token", "address", "port", "run", "sources", "finished"
-WAY, LEAVING = "way", "leaving"
+WAY, LEAVING, TRAFFIC = "way", "leaving", "traffic"
 NAME = re.compile(r"([0-9]{5,10})-([0-9a-f]{16})")
 
 COPYING, STORING = "trouble-copying", "trouble-storing"
@@ -206,6 +206,51 @@ class Notes:
     def forget_copy(self, mark: Mark) -> None:
         """Forget that files were copies: they are gone."""
         (self.root / COPIES / mark.name).unlink(missing_ok=True)
+        self.forget_twin(mark)
+
+    def note_twin(self, mark: Mark, written: WrittenTwin) -> None:
+        """Note that a rank of this host writes the tensors of a rank of another host, before it does so."""
+        path = self.root / TWINS / mark.name
+        with told(path):
+            write_small(path, written.encode())
+
+    def twins(self) -> dict[Mark, WrittenTwin]:
+        """Return the files that ranks of this host have written for others, and by whom; nobody has compared them."""
+        found = {}
+        with told(self.root):
+            for path in (self.root / TWINS).iterdir():
+                if mark := Mark.of(path.name):
+                    with suppress(FileNotFoundError, MessageError):
+                        found[mark] = WrittenTwin.decode(path.read_bytes())
+        return found
+
+    def forget_twin(self, mark: Mark) -> None:
+        """Forget who has written files: they are copies like any other now, or they are gone."""
+        (self.root / TWINS / mark.name).unlink(missing_ok=True)
+
+    def put_traffic(self, traffic: Traffic) -> None:
+        """Say how many bytes of copies the agent has made."""
+        self._put_if_room(TRAFFIC, traffic.encode())
+
+    def traffic(self) -> Traffic:
+        """Return how many bytes of copies the last agent has made."""
+        try:
+            return Traffic.decode(self._small(TRAFFIC), sender=0)
+        except MessageError:
+            return Traffic(0, 0)
+
+    def put_drift(self, drift: Drift, kind: int) -> None:
+        """Note that a file was not what its owner has, for the trainers of this host; one note for each file."""
+        self._put_if_room(f"{DRIFTED}/{drift.operation}-{drift.rank}-{kind}", drift.encode())
+
+    def drifts(self) -> dict[str, Drift]:
+        """Return the newest of these notes, by their names."""
+        found = {}
+        with told(self.root):
+            for path in sorted((self.root / DRIFTED).iterdir()):
+                with suppress(FileNotFoundError, MessageError):
+                    found[path.name] = Drift.decode(path.read_bytes(), sender=0)
+        return found
 
     def note_copied(self, operation: str, number: int) -> None:
         """Note that another host has copies of all files of a snapshot; hosts are told apart by a number."""
@@ -259,11 +304,7 @@ class Notes:
         data = Troubles(tuple(troubles), tuple(troubles.values())).encode()
         before = self._small(kind)
         if data != before and (troubles or before):
-            try:
-                with told(self.root / kind):
-                    write_small(self.root / kind, data)
-            except StorageError as error:
-                log.info("a note of an agent's troubles is not written", error=str(error))
+            self._put_if_room(kind, data)
 
     def troubles(self, kind: str) -> dict[str, str]:
         """Return what the agent fails at, and why."""
@@ -287,6 +328,13 @@ class Notes:
     def awaited(self) -> set[str]:
         """Return the operations of those that have not ended: a job goes on from them, and storage has them not."""
         return self.wanted() - self.ended().keys()
+
+    def _put_if_room(self, name: str, data: bytes) -> None:
+        try:
+            with told(self.root / name):
+                write_small(self.root / name, data)
+        except StorageError as error:
+            log.info("an agent's note is not written", note=name, error=str(error))
 
     def _small(self, name: str) -> bytes:
         try:

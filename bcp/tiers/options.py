@@ -41,6 +41,8 @@ class Tiers:
         copies: hosts that have each file, the trainers' own host counted in. With 2, one lost host loses nothing that
             was copied. The agents copy while training goes on, and the next snapshot when all hosts have the one
             before. A host needs memory for two more snapshots, and for each copy after the first for two again.
+            ``"auto"``: the same as 2, without network for tensors with replicas on several hosts, as in DDP and HSDP.
+            Ranks with replicas write each other's tensors: in such a save, each rank copies and writes twice as much.
         parity: most hosts of a group, from 3 on, that keep parity of each other's files in the place of copies; None
             for copies. A group of n hosts that loses one loses nothing for which parity was made, and each host needs
             a share of a copy's memory, 1 / (n - 1). Hosts are divided evenly, with 2 hosts of a group at least.
@@ -70,7 +72,7 @@ class Tiers:
     agent: Literal["spawn", "external"] = "spawn"
     node: str | None = None
     listen: str | None = None
-    copies: int = 1
+    copies: int | Literal["auto"] = 1
     parity: int | None = None
     stride: int = 1
     pace: float | None = None
@@ -104,18 +106,19 @@ class Tiers:
             )
 
     def _check_copies(self) -> None:
-        for name in ("copies", "stride"):
-            number = getattr(self, name)
-            if not _is_whole(number, 1):
-                raise InputError(f"Tiers({name}={number!r}): pass a whole number from 1 on")
+        if self.copies != "auto" and not _is_whole(self.copies, 1):
+            raise InputError(f"Tiers(copies={self.copies!r}): pass a whole number from 1 on, or 'auto'")
+        if not _is_whole(self.stride, 1):
+            raise InputError(f"Tiers(stride={self.stride!r}): pass a whole number from 1 on")
         if self.parity is not None and not _is_whole(self.parity, 3):
             raise InputError(
                 f"Tiers(parity={self.parity!r}): pass the most hosts of a group, from 3 on, or None. Two hosts keep "
                 "copies of each other: pass copies=2"
             )
-        if self.parity is not None and self.copies > 1:
+        if self.parity is not None and self.copies != 1:
             raise InputError(
-                f"Tiers(copies={self.copies}, parity={self.parity}): parity is in the place of copies; pass one of them"
+                f"Tiers(copies={self.copies!r}, parity={self.parity}): parity is in the place of copies; pass one of "
+                "them"
             )
 
     def root(self, url: str) -> Path:

@@ -136,6 +136,7 @@ class Memories:
 
     Attributes:
         hosts: of the job.
+        host_of: number of the host of each rank.
         snapshots: whole ones, the newest first. The files of some may turn out to be damaged.
     """
 
@@ -145,7 +146,8 @@ class Memories:
         self.hosts = Hosts(told.nodes, told.addresses, told.reasons)
         self.snapshots = tuple(map(Snapshot, told.operations, told.steps))
         self._ranks, self._patience, self._folder, self._node = ranks, patience, folder, node
-        self._token, self._host_of, self._leader = told.token, unpacked(told.host_of).tolist(), leader
+        self._token, self._leader = told.token, leader
+        self.host_of: Sequence[int] = unpacked(told.host_of).tolist()
 
     async def open(self, operation: str, durable: Durable, reach: Reach = peer_at) -> Found:
         """Open a whole snapshot. Collective.
@@ -169,7 +171,7 @@ class Memories:
                 if not told.world_size:
                     break
                 whole = _whole(snapshot, told)
-                share = (await _digests(self._folder, whole, self._host_of, rank)).encode()
+                share = (await _digests(self._folder, whole, self.host_of, rank)).encode()
                 make = partial(self._leader.make, whole)
                 answered = await gather_broadcast(agreement, "digests", rank, share, make)
                 made = MadeMetadata.decode(answered, sender=0)

@@ -21,7 +21,7 @@ from bcp._messages.tiers import Intent, KnownLayout, ToldLayout
 from bcp._record import Record
 from bcp._text import hidden
 from bcp._workflow import edited, plan_save
-from bcp.errors import BcpError, StorageError
+from bcp.errors import BcpError, InputError, StorageError
 from bcp.events import SaveResult, TierEvent
 from bcp.format.container import digest
 from bcp.format.receipt import Receipt, encode_receipt
@@ -38,6 +38,7 @@ from bcp.stages.items import PartReceipt, WriteItem
 from bcp.stages.save import SaveContext, Writers, blocks_of, snapshot_graph
 from bcp.tiers.memory import TierMemory
 from bcp.tiers.notes import FullError, Mark
+from bcp.tiers.twins import pair
 
 __all__ = ["Aim", "NoRoomError", "akeep"]
 
@@ -87,19 +88,23 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> SaveResult:
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
         async with job.opened, record.forgiving(job.operation) as agreement:
             with job.watch.phase("plan"):
-                held, opening, planned, items, values = await plan_save(agreement, job, snapshot, refusal)
-                known = await _layout(agreement, job, memory, planned.layout if planned else b"")
+                held, opening, plan, planned, items, values = await plan_save(agreement, job, snapshot, refusal)
+                known = await _layout(agreement, job, memory, plan.key, planned.layout if planned else b"")
+                if known.pairs:
+                    await _pair(agreement, job, memory, held, plan)
+                more = _twin_items(job, memory, held, known, opening.operation)
             mark = Mark(opening.operation, job.rank)
             try:
                 with job.watch.phase("write"):
                     receipt = await in_thread_gc_paused(_blank_receipt, job, items, values, opening.operation)
-                    take = partial(_take, memory, known, _intent(job, receipt, known, held.framework, aim), items)
+                    intent = _intent(job, receipt, known, held.framework, aim)
+                    take = partial(_take, memory, known, intent, items, more)
                     full = await _full(agreement, job, memory, aim, take)
                     if not full:
-                        await _copy(job, items, snapshot, memory)
+                        await _copy(job, [*items, *more], snapshot, memory)
                         await in_thread(memory.folder.mark, mark)
             except BaseException:
-                await in_thread_even_if_cancelled(partial(memory.folder.forget, mark))
+                await in_thread_even_if_cancelled(partial(memory.give_up, mark))
                 raise
             if not full:
                 snapshot.let_go_on()
@@ -111,23 +116,68 @@ async def akeep(job: SaveJob, memory: TierMemory, aim: Aim) -> SaveResult:
                 memory.followers.released(job.watch, result, memory.live)
                 await record.share(agreement, result)
         if full:  # all ranks have left the operation in peace
-            await in_thread(memory.folder.forget, mark)
+            await in_thread(memory.give_up, mark)
             raise NoRoomError(full)
     memory.followers.recorded(opening.operation, record.shared)
     return result
 
 
-async def _layout(agreement: Agreement, job: SaveJob, memory: TierMemory, layout: bytes) -> KnownLayout:
-    """Let each host have the layout, which rank 0 knows; learn whether all hosts have the copies that they wait for."""
+async def _layout(agreement: Agreement, job: SaveJob, memory: TierMemory, key: bytes, layout: bytes) -> KnownLayout:
+    """Let each host have the layout, which rank 0 knows; learn whether all hosts have the copies that they wait for.
+
+    ``key`` is that of the plan. Ranks learn, too, whether they have to choose twins for it.
+    """
 
     async def answer(messages: Sequence[bytes]) -> bytes:
         told, name = ToldLayout.decode_all(messages), digest(layout)
         is_known = all(each.digest == name for each in told)
-        return KnownLayout(name, b"" if is_known else layout, all(each.is_copied for each in told)).encode()
+        pairs = _all_pair(told) and not all(each.is_paired for each in told)
+        return KnownLayout(name, b"" if is_known else layout, all(each.is_copied for each in told), pairs).encode()
 
     memory.followers.troubles(job.watch, await in_thread(memory.troubles))
-    own = ToldLayout(memory.layout, await in_thread(memory.is_copied)).encode()
+    memory.followers.drifted(job.watch, await in_thread(memory.new_drifts))
+    pairs, is_paired = _pairs(job, memory), memory.twins is not None and memory.twins.key == key
+    own = ToldLayout(memory.layout, await in_thread(memory.is_copied), pairs, is_paired).encode()
     return KnownLayout.decode(await gather_broadcast(agreement, "layout", job.rank, own, answer), sender=0)
+
+
+def _pairs(job: SaveJob, memory: TierMemory) -> bool:
+    """Whether twins write this save. Ranks that are left save alone, and agents copy what they have."""
+    return memory.spread is not None and job.names is None
+
+
+def _twin_items(
+    job: SaveJob, memory: TierMemory, held: saving.LocalState, known: KnownLayout, operation: str
+) -> Sequence[WriteItem]:
+    """Return what this rank writes for ranks of another host: agents compare and copy this snapshot, or nothing."""
+    if not (_pairs(job, memory) and known.is_copied and memory.twins is not None):
+        return []
+    return memory.twins.items(held, operation)
+
+
+def _all_pair(told: Sequence[ToldLayout]) -> bool:
+    """Whether all ranks want twins. Raises InputError if only some of them do."""
+    without = [rank for rank, each in enumerate(told) if not each.pairs]
+    if 0 < len(without) < len(told):
+        raise InputError(
+            f"rank {without[0]} has another Tiers(copies=...) than rank {_first_with(told)}, which has 'auto': pass "
+            "all ranks the same"
+        )
+    return not without
+
+
+def _first_with(told: Sequence[ToldLayout]) -> int:
+    return next(rank for rank, each in enumerate(told) if each.pairs)
+
+
+async def _pair(
+    agreement: Agreement, job: SaveJob, memory: TierMemory, held: saving.LocalState, plan: saving.SavePlan
+) -> None:
+    """Choose twins with all ranks; let the agent of this host copy the host that follows from them."""
+    assert memory.spread is not None  # noqa: S101 -- this rank has said so
+    twins = await pair(agreement, job, memory.spread, held, plan)
+    await in_thread(memory.folder.put_sources, twins.sources)
+    memory.twins = twins
 
 
 async def _full(agreement: Agreement, job: SaveJob, memory: TierMemory, aim: Aim, take: Callable[[], None]) -> str:
@@ -156,16 +206,23 @@ async def _full(agreement: Agreement, job: SaveJob, memory: TierMemory, aim: Aim
     return (await gather_broadcast(agreement, "room", job.rank, own, answer)).decode()
 
 
-def _take(memory: TierMemory, known: KnownLayout, intent: Intent, items: Sequence[WriteItem]) -> None:
+def _take(
+    memory: TierMemory, known: KnownLayout, intent: Intent, items: Sequence[WriteItem], more: Sequence[WriteItem]
+) -> None:
     """Take all memory of a snapshot: for layout, intent and files. Blocks. Raises FullError if there is no room."""
     if known.layout:
         memory.folder.put_layout(known.layout)
     memory.layout = known.digest
     memory.folder.prepare(intent)
+    memory.begin(_sizes(items), intent.operation, _sizes(more))
+
+
+def _sizes(items: Sequence[WriteItem]) -> dict[str, int]:
+    """Return the bytes of each file."""
     sizes: dict[str, int] = {}
     for item in items:
         sizes[item.key] = max(sizes.get(item.key, 0), item.part.stop)
-    memory.begin(sizes, intent.operation)
+    return sizes
 
 
 def _blank_receipt(

@@ -13,6 +13,9 @@ from bcp.tiers.packing import unpacked
 
 __all__ = ["HostMemory", "HostSnapshot", "look"]
 
+SHOWN = 5
+"""Files whose replicas have differed."""
+
 ON_ITS_WAY = "on its way to storage"
 WORDS = {COMMITTED: "durable", LEFT: "given up", REFUSED: "refused", SUPERSEDED: "superseded"}
 
@@ -65,6 +68,9 @@ class HostMemory:
         copied: the same of the newest one that other hosts have copied.
         committed: when this host has learnt of the newest commit; None if it knows of none.
         troubles: what the agent fails at, and tries again.
+        by_twins: bytes of copies that ranks of this host have written themselves, in the life of its agent.
+        fetched: bytes of copies that came over the network.
+        drifts: files whose replicas have differed, in words, those of the newest saves.
     """
 
     run: str
@@ -78,6 +84,9 @@ class HostMemory:
     copied: datetime | None = None
     committed: datetime | None = None
     troubles: tuple[str, ...] = ()
+    by_twins: int = 0
+    fetched: int = 0
+    drifts: tuple[str, ...] = ()
 
     @property
     def queue(self) -> tuple[HostSnapshot, ...]:
@@ -125,6 +134,7 @@ def look(root: Path) -> HostMemory:
     copied = [each.marked for each in own if hosts and folder.is_copied(each.operation, hosts)]
     committed = folder.newest_commit()
     found += _stripes(folder)
+    traffic = folder.traffic()
     return HostMemory(
         run=folder.run(),
         ranks=tuple(folder.members()),
@@ -140,6 +150,9 @@ def look(root: Path) -> HostMemory:
             *(f"copies of {host}: {reason}" for host, reason in folder.troubles(COPYING).items()),
             *folder.troubles(STORING).values(),
         ),
+        by_twins=traffic.by_twins,
+        fetched=traffic.fetched,
+        drifts=tuple(drift.said for drift in sorted(folder.drifts().values(), key=lambda each: each.step)[-SHOWN:]),
     )
 
 

@@ -7,11 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import psutil
 import pytest
 import tiered_job
@@ -22,10 +25,13 @@ from forked import Forked
 from ranks import Ranks
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import bcp
+from bcp.agent import serve
+from bcp.agent.loop import Agent
 from bcp.errors import PeerError, StorageError
 from bcp.format.metadata import METADATA_KEY
 from bcp.tiers.digests import digested
@@ -43,6 +49,9 @@ def make_states(kind: str) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
     if kind == "sharded":
         fully_shard(model)
+    elif kind == "hybrid":
+        half = dist.get_world_size() // 2
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, half), mesh_dim_names=("replicate", "shard")))
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "extra_states": {"step": 0}}
 
 
@@ -58,15 +67,15 @@ def set_to(model: nn.Module, step: int) -> None:
         local: torch.Tensor = each
         if isinstance(each, DTensor):
             local = each.to_local()
-            chunk = -(-each.shape[0] // dist.get_world_size())
-            offset = min(chunk * dist.get_rank(), each.shape[0])
+            chunk = -(-each.shape[0] // each.device_mesh.shape[-1])
+            offset = min(chunk * each.device_mesh.get_local_rank(each.device_mesh.ndim - 1), each.shape[0])
             whole = whole[offset : offset + local.shape[0]]
         with torch.no_grad():
             local.copy_(whole)
 
 
 def trained(
-    root: Path, steps: int, nodes: Sequence[int], kind: str = "sharded", copies: int = 1, parity: int | None = None
+    root: Path, steps: int, nodes: Sequence[int], kind: str = "sharded", copies: Any = 1, parity: int | None = None
 ) -> tuple[int, int]:
     """Train so many steps further, and die; return the step that was resumed, and of how many memories.
 
@@ -88,7 +97,7 @@ def trained(
         pending = run.maybe_save(step)
         assert pending is not None
         pending.released()
-        if copies > 1 or parity is not None:
+        if copies != 1 or parity is not None:
             memory = run._tiered._memory  # type: ignore[union-attr]  # a run with tiers
             until(memory.is_copied, "the next host has copies")  # type: ignore[union-attr]  # same
     hosts = run.resumed.hosts
@@ -281,6 +290,75 @@ def test_a_lost_host_is_replaced_by_copies(ranks4: Ranks, ranks3: Ranks, root: P
     assert ranks3.run(trained, root, 2, (3, 1, 1), "plain", 2)[0][0] == 7
     for node in (1, 3):
         assert len([*root.glob(f"node-{node}/model/*")]) <= 10, "the folder grows"
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes that the agents of this process have sent, by the directory of the file."""
+    counted: Counter[str] = Counter()
+    send = serve._send
+
+    def count(connection: Any, fd: int, start: int, nbytes: int) -> None:
+        counted[Path(f"/proc/self/fd/{fd}").readlink().parent.name] += nbytes
+        send(connection, fd, start, nbytes)
+
+    monkeypatch.setattr(serve, "_send", count)
+    return counted
+
+
+@contextmanager
+def agents_here(root: Path, nodes: int) -> Iterator[None]:
+    """Serve these hosts by threads of this process."""
+    folders = [NodeFolder(root / f"node-{node}") for node in range(nodes)]
+
+    def run(folder: NodeFolder) -> None:
+        with folder.serving(), serve.serving(folder, "127.0.0.1"):
+            anyio.run(Agent(folder, str(root / "run"), folder.root.name, poll_seconds=0.05).run)
+
+    threads = [threading.Thread(target=run, args=(folder,)) for folder in folders]
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: all(folder.address() for folder in folders), "the agents serve")
+        yield
+    finally:
+        for folder in folders:
+            folder.ask_to_leave(folder.way())
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "plain"])
+def test_a_lost_host_is_replaced_by_twins(
+    ranks4: Ranks, ranks3: Ranks, root: Path, sent: Counter[str], kind: str
+) -> None:
+    """No tensor goes over the network. The other host has all values, for three ranks of another layout."""
+    with agents_here(root, 2):
+        assert ranks4.run(trained, root, 3, (0, 0, 1, 1), kind, "auto") == [(0, 0)] * 4
+    assert (sent["model"], sent["optimizer"]) == (0, 0)
+    assert sent["extra_states"] > 0
+    shutil.rmtree(root / "node-1")
+    empty(root)
+    assert ranks3.run(trained, root, 1, (0, 2, 2), "sharded", 1) == [(3, 1)] * 3
+
+
+@pytest.mark.long
+@pytest.mark.kills
+def test_twins_and_network_one_life_after_the_other(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:
+    """Replicas on two hosts each, then on three hosts, then none; each life is left by one host."""
+    assert ranks4.run(trained, root, 4, (0, 1, 2, 3), "hybrid", "auto") == [(0, 0)] * 4
+    shutil.rmtree(root / "node-2")
+    empty(root)
+    assert ranks3.run(trained, root, 3, (0, 1, 3), "plain", "auto") == [(4, 3)] * 3
+    shutil.rmtree(root / "node-0")
+    empty(root)
+    assert ranks3.run(trained, root, 3, (3, 1, 1), "sharded", "auto") == [(7, 2)] * 3
+    shutil.rmtree(root / "node-1")
+    empty(root)
+    assert ranks3.run(trained, root, 1, (3, 3, 4), "plain", "auto") == [(10, 1)] * 3
+    for folder in map(NodeFolder, (root / "node-3", root / "node-4")):
+        assert len(folder.data_files()) <= 5 * 3, "the folder grows"
+        assert not folder.drifts()
 
 
 @pytest.mark.long

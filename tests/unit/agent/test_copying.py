@@ -18,11 +18,12 @@ from tasks import on_ranks
 
 import bcp
 from bcp._messages.tiers import Sources
-from bcp.agent.copying import Copier, needed_operations
+from bcp.agent.copying import Copier
 from bcp.agent.loop import Agent
 from bcp.agent.pace import Pace
 from bcp.agent.serve import MemoryServer, serving
 from bcp.backends import LocalBackend
+from bcp.tiers.copies import needed_operations
 from bcp.tiers.digests import digested
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.notes import COMMITTED, COPYING, LEFT, Mark, Noted
