@@ -361,6 +361,42 @@ def test_twins_and_network_one_life_after_the_other(ranks4: Ranks, ranks3: Ranks
         assert not folder.drifts()
 
 
+def left_at_once(root: Path, nodes: Sequence[int]) -> list[str]:
+    """Save once, and kill the agents before they look; return the operations of files that nobody has compared."""
+    node, states = nodes[dist.get_rank()], make_states("plain")
+    folder = root / f"node-{node}"
+    tiers = bcp.Tiers(folder=folder, node=f"n{node}", listen="127.0.0.1", copies="auto")
+    run = bcp.Run(root / "run", states, save=1, durable=1000, tiers=tiers)
+    first = run.resume()
+    dist.barrier()
+    if nodes.index(node) == dist.get_rank():
+        kill_agents(folder)
+    dist.barrier()
+    set_to(states["model"], first + 1)
+    states["extra_states"]["step"] = first + 1
+    pending = run.maybe_save(first + 1)
+    assert pending is not None
+    pending.released()
+    with pytest.raises(ZeroDivisionError), run:
+        raise ZeroDivisionError
+    return [mark.operation for mark in NodeFolder(folder).twins()]
+
+
+@pytest.mark.long
+@pytest.mark.kills
+def test_killed_agents_and_trainers_leave_no_files_of_twins(ranks4: Ranks, root: Path) -> None:
+    """Each life leaves files that no agent has compared; they do not add up."""
+    nodes = (0, 0, 1, 1)
+    for life in range(3):
+        operations = {each for one in ranks4.run(left_at_once, root, nodes) for each in one}
+        assert 1 <= len(operations) <= 2, "its own, and those that it has come back from"
+        empty(root)
+        for node in (0, 1):
+            assert len([*root.glob(f"node-{node}/model/*")]) <= 2 * 2 + 2 * 3, f"the folder grows in life {life}"
+    assert ranks4.run(trained, root, 2, nodes, "plain", "auto") == [(3, 2)] * 4
+    assert not any(NodeFolder(root / f"node-{node}").twins() for node in (0, 1))
+
+
 @pytest.mark.long
 @pytest.mark.kills
 def test_a_lost_host_is_rebuilt_from_parity(ranks4: Ranks, ranks3: Ranks, root: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import permutations, product
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from bcp.plan.twins import Twins, choose_twins
 
-LAYOUTS = {
+LAYOUTS: dict[str, Callable[[int], list[int]]] = {
     "DDP": lambda world: [0] * world,
     "FSDP": lambda world: [*range(world)],
     "HSDP": lambda world: [rank % max(world // 2, 1) for rank in range(world)],
