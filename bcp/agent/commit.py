@@ -14,6 +14,7 @@ from bcp._deletion import Committed, delete_unnamed, read_committed, swept
 from bcp._messages.planning import Written
 from bcp._messages.tiers import Drained, Intent
 from bcp._written import check_written, decode_written
+from bcp.agent.branch import has_gone_back
 from bcp.backends.small import get_small
 from bcp.format.metadata import METADATA_KEY, encode_metadata, operation_of
 from bcp.protocols import Backend, ObjectInfo
@@ -30,11 +31,17 @@ class Outcome(Enum):
     COMMITTED = "it is committed"
     REFUSED = "another checkpoint is at its place, which it may not replace"
     WAITING = "files of other ranks are not in storage yet"
+    LEFT = "the run has gone back since, on other hosts"
     GONE = "its files in memory have made room for newer ones"
 
 
 async def commit(
-    store: Backend, path: str, intent: Intent, layout: bytes, is_left: Callable[[], bool] = bool
+    store: Backend,
+    path: str,
+    intent: Intent,
+    layout: bytes,
+    is_left: Callable[[], bool] = bool,
+    run: Backend | None = None,
 ) -> Outcome:
     """Commit a save if the files of all of its ranks are in storage.
 
@@ -44,6 +51,7 @@ async def commit(
         intent: of any rank.
         layout: the encoded layout that the intent names.
         is_left: whether the save was given up meanwhile; asked in a thread.
+        run: the durable root, whose ledger says whether the run has gone back; None for no run.
 
     Raises:
         StorageError: storage failed, or files are not there any more. The save may be committed; call again.
@@ -62,13 +70,20 @@ async def commit(
     listed = await store.list()
     await check_written(store, path, written, listed, intent.operation, encoded=False)
     data = encode_metadata(layout, commit_of(intent, b"".join(each.digest for each in written)))
-    if await in_thread(is_left):
-        return Outcome.GONE
+    if (given_up := await _given_up(intent, is_left, run)) is not None:
+        return given_up
     if await store.put_if(METADATA_KEY, data, version) is None:
         return Outcome.WAITING  # somebody else was quicker: the next call finds out who
     with swept(path, intent.operation):
         await _sweep(store, listed, found, intent.operation)
     return Outcome.COMMITTED
+
+
+async def _given_up(intent: Intent, is_left: Callable[[], bool], run: Backend | None) -> Outcome | None:
+    """Return the outcome of a save that a later life of the job has not gone on from; None for any other one."""
+    if await in_thread(is_left):
+        return Outcome.GONE
+    return Outcome.LEFT if run is not None and await has_gone_back(run, intent) else None
 
 
 async def _written(store: Backend, intent: Intent) -> list[Written] | None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from bcp.agent.commit import Outcome, commit
 from bcp.agent.drain import drain
+from bcp.backends import child
 from bcp.protocols import Backend
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.notes import LEFT, Mark
@@ -14,13 +15,13 @@ from bcp.tiers.notes import LEFT, Mark
 __all__ = ["advance"]
 
 
-async def advance(folder: NodeFolder, marks: Sequence[Mark], store: Backend, path: str, node: str) -> Outcome:
+async def advance(folder: NodeFolder, marks: Sequence[Mark], run: Backend, path: str, node: str) -> Outcome:
     """Do what one host can do now to make a save durable. It may be interrupted anywhere, and is called again.
 
     Args:
         folder: the host's memory.
         marks: of one save.
-        store: at the place of the checkpoint.
+        run: the durable root.
         path: of the checkpoint, for messages.
         node: name of the host, as part of a key.
 
@@ -36,12 +37,13 @@ async def advance(folder: NodeFolder, marks: Sequence[Mark], store: Backend, pat
             return Outcome.GONE
         intent = held[0].intent
         layout = folder.layout(intent.layout)
+        store = child(run, intent.place) if intent.place else run
 
         def is_left() -> bool:
             return folder.ended().get(intent.operation) == LEFT  # by a new life of the job
 
-        outcome = await commit(store, path, intent, layout, is_left)
+        outcome = await commit(store, path, intent, layout, is_left, run)
         if outcome is Outcome.WAITING:
             await drain(folder.files, held, store, node, is_left)
-            outcome = Outcome.GONE if is_left() else await commit(store, path, intent, layout, is_left)
+            outcome = Outcome.GONE if is_left() else await commit(store, path, intent, layout, is_left, run)
         return outcome

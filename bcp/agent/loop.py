@@ -18,18 +18,18 @@ from bcp.agent.commit import Outcome
 from bcp.agent.copying import Copier
 from bcp.agent.generation import advance
 from bcp.agent.pace import Pace
-from bcp.backends import child, resolve
+from bcp.backends import resolve
 from bcp.errors import BcpError, CorruptError
 from bcp.protocols import Backend
 from bcp.runtime.threads import in_thread
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import COMMITTED, REFUSED, STORING, SUPERSEDED, Mark
+from bcp.tiers.notes import COMMITTED, LEFT, REFUSED, STORING, SUPERSEDED, Mark
 
 __all__ = ["Agent"]
 
 LONGEST_PAUSE_SECONDS = 30.0
 
-ENDS = {Outcome.COMMITTED: COMMITTED, Outcome.REFUSED: REFUSED}
+ENDS = {Outcome.COMMITTED: COMMITTED, Outcome.REFUSED: REFUSED, Outcome.LEFT: LEFT}
 """Outcomes that are noted, for the trainers and for later lives of the agent."""
 
 
@@ -142,7 +142,7 @@ class Agent:
             if time.monotonic() < self._next_try.get(intent.operation, 0.0):
                 waiting = True
                 continue
-            outcome = await self._advance(generation, child(store, intent.place) if intent.place else store)
+            outcome = await self._advance(generation, store)
             if outcome in ENDS:
                 await in_thread(self.folder.end, intent.operation, ENDS[outcome])
                 log.info("a snapshot has ended", step=intent.step, operation=intent.operation, outcome=outcome.value)
@@ -153,7 +153,7 @@ class Agent:
         await in_thread(self.folder.forget_ended)
         return not waiting
 
-    async def _advance(self, generation: Generation, store: Backend) -> Outcome | None:
+    async def _advance(self, generation: Generation, run: Backend) -> Outcome | None:
         """Go on with one snapshot; None after a failure of storage, which is logged.
 
         The next try is later each time, also while other hosts are not done: the last of them commits.
@@ -167,7 +167,7 @@ class Agent:
             return Outcome.WAITING
         path = f"{self.durable.rstrip('/')}/{intent.place}".rstrip("/")
         try:
-            outcome = await advance(self.folder, marks, store, path, self.node)
+            outcome = await advance(self.folder, marks, run, path, self.node)
         except CorruptError as error:
             log.error(
                 "a snapshot in memory is damaged, and is given up", path=shown(path), step=intent.step, error=str(error)

@@ -54,6 +54,7 @@ from bcp.runtime.cache import LruCache
 __all__ = [
     "DRAIN",
     "EXTRA_NAME",
+    "LEDGER_KEY",
     "METADATA_KEY",
     "Commit",
     "Metadata",
@@ -75,6 +76,9 @@ __all__ = [
 
 METADATA_KEY = "metadata.arrow"
 """Written last: where it is missing, there is no checkpoint."""
+
+LEDGER_KEY = "run.json"
+"""The ledger of a run, beside the directories of its checkpoints."""
 
 EXTRA_NAME = "state"
 """Name of the one tensor (dtype U8) in a data file of an opaque object; see ``Layout.extra_kind``."""

@@ -27,19 +27,19 @@ from bcp.backends.links import LinkFollower, followed, links_of
 from bcp.backends.objects.retry import JITTER, in_turns
 from bcp.backends.small import get_small
 from bcp.errors import BcpError, CheckpointError, CorruptError, InputError, RunTakenError, StorageError
-from bcp.format.metadata import METADATA_KEY, Commit, decode_commit
+from bcp.format.metadata import LEDGER_KEY, METADATA_KEY, Commit, decode_commit
 from bcp.policies.keep import Entry
 from bcp.protocols import Backend, RetryPolicy, Sweeper, Unfinished, Version, folders_of
 from bcp.runs.deletion import delete_checkpoint
 from bcp.runs.launches import stored_launch
 from bcp.runs.ledger import Ledger, Life
-from bcp.runs.ledger_file import FIRST_KEY, LEDGER_KEY, TRIES, busy, decoded, put_ledger, stored_ledger
+from bcp.runs.ledger_file import FIRST_KEY, TRIES, busy, decoded, put_ledger, stored_ledger
 from bcp.runs.names import in_order, step_name, step_of
 from bcp.runs.words import owner_words
 from bcp.runtime.threads import in_thread
 from bcp.tiers.records import forget_records
 
-__all__ = ["LEDGER_KEY", "Folder", "Steps", "step_name", "step_of"]
+__all__ = ["Folder", "Steps", "step_name", "step_of"]
 
 _PAUSE_SECONDS = 0.05
 _MOST_ID = 256

@@ -8,13 +8,13 @@ from contextlib import suppress
 from bcp._log import log
 from bcp.backends.small import get_small
 from bcp.errors import CorruptError, StorageError
+from bcp.format.metadata import LEDGER_KEY
 from bcp.protocols import Backend, Version
 from bcp.runs.ledger import MOST_BYTES, Ledger
 from bcp.runs.words import moment
 
-__all__ = ["FIRST_KEY", "LEDGER_KEY", "TRIES", "busy", "decoded", "put_ledger", "stored_ledger", "versioned"]
+__all__ = ["FIRST_KEY", "TRIES", "busy", "decoded", "put_ledger", "stored_ledger", "versioned"]
 
-LEDGER_KEY = "run.json"
 FIRST_KEY = "run.json.new"
 """Put beside the first ledger: ``put_if`` makes no directory."""
 

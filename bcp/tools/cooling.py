@@ -32,14 +32,13 @@ from bcp.backends.cold import (
 from bcp.backends.links import links_of
 from bcp.backends.local import fixed
 from bcp.errors import CorruptError, InputError
-from bcp.format.metadata import METADATA_KEY
+from bcp.format.metadata import LEDGER_KEY, METADATA_KEY
 from bcp.policies.checks import amount
 from bcp.policies.keep import DAY
 from bcp.protocols import Backend, folders_of
 from bcp.runs.folder import Folder
 from bcp.runs.latest import folder_of
 from bcp.runs.ledger import Ledger
-from bcp.runs.ledger_file import LEDGER_KEY
 from bcp.runs.names import step_of, whole_step
 from bcp.runtime.threads import in_thread
 from bcp.tools.calls import Progress, called, counting, ignore_progress

@@ -6,8 +6,8 @@ at a time; a checkpoint is deleted only after newer ones are durable, in the bac
 
 from __future__ import annotations
 
-from bcp.format.metadata import METADATA_KEY
-from bcp.runs.folder import LEDGER_KEY, step_of
+from bcp.format.metadata import LEDGER_KEY, METADATA_KEY
+from bcp.runs.folder import step_of
 from benchmarks.soak.watch import Change
 
 __all__ = ["KEEP", "SAVE_EVERY", "Retention"]

@@ -18,7 +18,7 @@ from bcp.agent.loop import Agent
 from bcp.backends import LocalBackend
 from bcp.testing.storage_fakes import FaultyBackend
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import STORING, SUPERSEDED
+from bcp.tiers.notes import LEFT, STORING, SUPERSEDED
 from bcp.tiers.status import look
 
 
@@ -166,3 +166,27 @@ def test_files_that_were_deleted_behind_their_record_are_sent_again(host: Host) 
         for path in (host.store.root / "step-1" / "model").glob("00000-*") if rank == 0 else ():
             path.unlink()
     assert bcp.Checkpoint(host.store.root / "step-1").verify()
+
+
+@pytest.mark.parametrize(
+    ("ledger", "is_left"),
+    [
+        (b'{"branch": "b2"}', True),
+        (b"{}", True),
+        (b'{"branch": "b1"}', False),
+        (None, False),
+        (b"{", False),
+        (b"[]", False),
+    ],
+)
+def test_a_run_that_has_gone_back_gets_no_step_of_the_branch_that_it_has_left(
+    ledger: bytes | None, *, is_left: bool, host: Host
+) -> None:
+    """Nobody has told the agent of a host that was left out of the later life. A ledger that is none says nothing."""
+    operation = host.keep(1, branch="b1")
+    if ledger is not None:
+        host.store.root.mkdir(exist_ok=True)
+        (host.store.root / "run.json").write_bytes(ledger)
+    assert host.round()
+    assert host.durable() == (set() if is_left else {1})
+    assert host.folder.ended()[operation] == (LEFT if is_left else Outcome.COMMITTED.name)
