@@ -196,6 +196,8 @@ class Holdings(Message, frozen=True):
     token: bytes = b""  # the job's secret, if the host has it
     host: str = ""  # identity of the host's network, other than that of another host
     parity: tuple[bytes, ...] = ()  # encoded records; those of one rank of each host are decoded
+    root: str = ""  # path of its directory
+    inode: str = ""  # device and inode of the same, which may have several paths
 
 
 class HeldGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

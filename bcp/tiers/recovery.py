@@ -276,6 +276,12 @@ class _Leader:
                 f"several hosts have the name {twins[0]!r} in the memory tier: give each host another one, as in "
                 "bcp.Tiers(node=socket.gethostname())"
             )
+        if apart := [each for each in told if each.inode != first[each.node].inode]:
+            one, other = first[apart[0].node], apart[0]
+            raise InputError(
+                f"the ranks of host {one.node!r} have several folders in the memory tier: {one.root} and {other.root}. "
+                "Pass one Tiers(folder=...) to all ranks of a host, or another Tiers(node=...) with each folder"
+            )
         token = next((each.token for each in told if each.token), b"") or new_token().encode()
         held = [first[name].held for name in names]
         others = await self._of_other_branches(held)
@@ -386,7 +392,17 @@ def _holdings(folder: NodeFolder, node: str) -> Holdings:
         if held:
             ranks = sorted(intent.rank for intent in held)
             found.append(HeldRanks(operation, held[0].step, held[0].world_size, packed(ranks), held[0].branch))
-    return Holdings(node, tuple(found), folder.address(), folder.token(), identity(), held_parity(folder))
+    there = folder.root.stat()
+    return Holdings(
+        node,
+        tuple(found),
+        folder.address(),
+        folder.token(),
+        identity(),
+        held_parity(folder),
+        str(folder.root),
+        f"{there.st_dev}:{there.st_ino}",
+    )
 
 
 def _holding(held: HeldRanks) -> Holding:

@@ -466,6 +466,19 @@ def test_hosts_of_one_name_are_refused(hosts: Hosts, monkeypatch: pytest.MonkeyP
         assert "several hosts have the name 'node'" in str(error)
 
 
+def test_folders_of_one_host_are_refused(hosts: Hosts) -> None:
+    """Agents would wait for files that are in the other folder."""
+    hosts.train(4)
+
+    async def call(rank: int, ranks: Any) -> Any:
+        return await find_whole(ranks, lambda: hosts.folders[rank], "node", 60.0)
+
+    for error in on_ranks(2, call):
+        assert isinstance(error, bcp.BcpError)
+        assert "the ranks of host 'node' have several folders in the memory tier: /" in str(error)
+        assert "node-0 and /" in str(error)
+
+
 def test_an_agent_that_starts_again_is_waited_for(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read without another copy asks the host again."""
     monkeypatch.setattr("bcp.tiers.near.NAP_SECONDS", 0.01)
