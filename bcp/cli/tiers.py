@@ -43,9 +43,12 @@ def command(folder: Path, *, as_json: bool) -> int:
         print_json(data)
         return 0
     agent = f"serves other hosts at {memory.address}" if memory.address else "serves no other host"
+    if not memory.is_served:
+        start = f"start python -m bcp.agent {folder} {memory.run}"
+        agent = f"none: start the job again, or {start}" if memory.needs_agent else "none, and none is needed"
     click.echo(clean(f"run     {memory.run or 'none yet'}"))
     click.echo(clean(f"ranks   {_numbers(memory.ranks) or 'none lives here'}"))
-    click.echo(clean(f"agent   {agent if memory.is_served else 'none: start python -m bcp.agent'}"))
+    click.echo(clean(f"agent   {agent}"))
     others = ", ".join(memory.copies) or "of no other host"
     click.echo(clean(f"copies  {f'parity with {others}' if memory.has_parity else others}"))
     if memory.by_twins:
@@ -55,7 +58,7 @@ def command(folder: Path, *, as_json: bool) -> int:
     click.echo(f"newest  {', '.join(words) or 'nothing'}")
     queued = f"{len(memory.queue)} on their way to storage, {bytes_words(sum(each.nbytes for each in memory.queue))}"
     click.echo(f"queue   {queued if memory.queue else 'empty'}")
-    for trouble in memory.troubles:
+    for trouble in memory.troubles if memory.is_served or memory.needs_agent else ():
         click.echo(clean(f"fails   {trouble}"))
     for drift in memory.drifts:
         click.echo(clean(f"drift   {drift}"))

@@ -16,7 +16,7 @@ __all__ = ["HostMemory", "HostSnapshot", "look"]
 SHOWN = 5
 """Files whose replicas have differed."""
 
-ON_ITS_WAY = "on its way to storage"
+IN_MEMORY, ON_ITS_WAY = "in memory", "on its way to storage"
 WORDS = {COMMITTED: "durable", LEFT: "given up", REFUSED: "refused", SUPERSEDED: "superseded"}
 
 
@@ -87,6 +87,11 @@ class HostMemory:
     by_twins: int = 0
     fetched: int = 0
     drifts: tuple[str, ...] = ()
+
+    @property
+    def needs_agent(self) -> bool:
+        """Whether an agent has work here: a rank lives, or the newest snapshot is not durable."""
+        return bool(self.ranks) or bool(self.snapshots and self.snapshots[0].state in (IN_MEMORY, ON_ITS_WAY))
 
     @property
     def queue(self) -> tuple[HostSnapshot, ...]:
@@ -192,4 +197,4 @@ def _state(folder: NodeFolder, operation: str, *, durable: bool) -> str:
     ended = folder.ended().get(operation)
     if ended is not None:
         return WORDS.get(ended, ended.lower())
-    return ON_ITS_WAY if durable or operation in folder.wanted() else "in memory"
+    return ON_ITS_WAY if durable or operation in folder.wanted() else IN_MEMORY

@@ -24,7 +24,7 @@ from bcp.cli.screen import failed
 from bcp.cli.tiers import _numbers
 from bcp.telemetry.amounts import bytes_words
 from bcp.tiers.folder import NodeFolder
-from bcp.tiers.notes import COPYING
+from bcp.tiers.notes import COMMITTED, COPYING
 from bcp.tiers.packing import packed
 
 FACTS = {"git": "4f1c9e2", "note": "\x1b[31mred"}
@@ -369,7 +369,7 @@ def test_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[:4] == [
         f"run     {store}",
         "ranks   0",
-        "agent   none: start python -m bcp.agent",
+        f"agent   none: start the job again, or start python -m bcp.agent {memory} {store}",
         "copies  of no other host",
     ]
     assert lines[4].startswith("newest  memory ")
@@ -395,6 +395,11 @@ def test_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["seconds"]["copies"] is found["seconds"]["storage"] is None
     with pytest.raises(ZeroDivisionError), run:
         raise ZeroDivisionError
+    for each in found["snapshots"]:
+        NodeFolder(memory).end(each["operation"], COMMITTED)
+    lines = said(capsys, "tiers", str(memory)).splitlines()
+    assert lines[2] == "agent   none, and none is needed"
+    assert not any(line.startswith("fails") for line in lines)
     keep_parity(NodeFolder(memory))
     lines = said(capsys, "tiers", str(memory)).splitlines()
     assert lines[1] == "ranks   none lives here"
