@@ -131,7 +131,10 @@ class SurvivingRun(ResumableRun):
         try:
             return (yield from self._saved(tiers, ends, meeting, ranks))
         except CoverageError as error:
-            raise CoverageError(f"{_alone(meeting)}: {error}") from error
+            raise CoverageError(
+                f"{_alone(meeting)}: {error}. If a lost rank held it, the next start goes on from the newest snapshot "
+                "before"
+            ) from error
         except PeerError as error:
             words = f"{_alone(meeting)}: {error} ({_numbers(meeting)})"
             raise PeerError(meeting.ranks[error.rank], words) from error

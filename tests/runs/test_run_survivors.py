@@ -181,6 +181,7 @@ def test_shards_that_nobody_holds(ranks4: Ranks, root: Path) -> None:
     assert kind == CoverageError.__name__
     assert words.startswith("ranks 0, 2 save step 3 alone, without ranks 1, 3: model tensor '0.bias'")
     assert f"no rank holds the block [{WIDTH // 2}:{WIDTH}]; other parts are held by ranks 0, 2" in words
+    assert words.endswith("the next start goes on from the newest snapshot before")
     assert ranks4.run(resumed, root, "hybrid", (0, 0, 1, 1)) == [(2, 2)] * 4
 
 
