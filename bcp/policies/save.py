@@ -332,7 +332,7 @@ def as_save_policy(value: SavePolicy | int) -> SavePolicy:
     if missing:
         raise InputError(
             f"{value!r} is no save policy: it has no {' and no '.join(missing)}; pass a number of steps or, say, "
-            "bcp.policies.EverySeconds(600)"
+            "bcp.policies.AtSteps([100, 1000])"
         )
     return cast("SavePolicy", value)
 

@@ -191,6 +191,8 @@ async def _full(agreement: Agreement, job: SaveJob, memory: TierMemory, aim: Aim
     if isinstance(taken, FullError):
         _tell_full(job, memory, taken)
     if aim.on_full == "raise":
+        if isinstance(taken, FullError):
+            raise FullError(f"{taken}, or pass Tiers(on_full='durable')") from taken
         if isinstance(taken, BcpError):
             raise taken
         return ""
