@@ -45,6 +45,7 @@ __all__ = [
     "file_system_type",
     "final_name",
     "in_page_cache",
+    "is_in_memory",
     "is_left_over",
     "is_sealed",
     "is_shared",
@@ -96,6 +97,11 @@ def file_system_type(path: Path | int) -> int:
     return 0 if failed else answer[0] & 0xFFFFFFFF
 
 
+def is_in_memory(path: Path) -> bool:
+    """Whether a path is on a tmpfs or ramfs; True where the file system does not say."""
+    return file_system_type(path) in (0, _TMPFS, _RAMFS)
+
+
 def direct_alignment(fd: int) -> tuple[int, int]:
     """Return the alignment that direct I/O needs: of addresses, and of offsets and lengths.
 
@@ -131,6 +137,7 @@ def in_page_cache(fd: int, start: int, nbytes: int, step: int) -> list[bool]:
 
 T = TypeVar("T")
 
+_TMPFS, _RAMFS = 0x01021994, 0x858458F6
 _FUSE = 0x65735546
 _SHARED = {
     0x6969: "NFS",

@@ -22,6 +22,7 @@ from bcp._record import store_drained
 from bcp._sockets import Tls
 from bcp._text import hidden
 from bcp.backends import resolve, shown
+from bcp.backends.files import is_in_memory
 from bcp.backends.place import place_of
 from bcp.coordinators.hosts import here, identity, stated_address
 from bcp.errors import BcpError, CorruptError, InputError, StorageError
@@ -270,6 +271,10 @@ class Tiered:
         """Open the memory of this host, and see that an agent serves it. Blocks."""
         if self._memory is None:
             folder = NodeFolder(self._root)
+            if not is_in_memory(self._root) and os.environ.get("LOCAL_RANK", "0") == "0":
+                log.warning(
+                    f"{self._root} is on a disk: saves wait for it. Pass Tiers() a folder on a tmpfs, as in /dev/shm"
+                )
             self._memory = TierMemory(folder, rank, self._url)
             self._listen = self._tiers.listen or _address(world_size)
             try:

@@ -90,10 +90,7 @@ class Tiers:
                 raise InputError(f"Tiers({name}={text!r}): pass a text, or None")
         if self.node in (OWN_HOST, REBUILT, STORED):
             raise InputError(f"Tiers(node={self.node!r}) is a word of reports about resumptions: give the host a name")
-        if self.folder is not None and not (isinstance(self.folder, str | os.PathLike) and os.fspath(self.folder)):
-            raise InputError(
-                f"Tiers(folder={self.folder!r}): pass a directory on a tmpfs, as '/dev/shm/run-7', or None"
-            )
+        self._check_folder()
         self._check_copies()
         if self.pace is not None and not (isinstance(self.pace, int | float) and 0 < self.pace < float("inf")):
             raise InputError(f"Tiers(pace={self.pace!r}): pass bytes a second, as 1e9, or None")
@@ -103,6 +100,19 @@ class Tiers:
             raise InputError(
                 f"Tiers(agent='external', listen={self.listen!r}): say it to the agent, as in "
                 f"python -m bcp.agent --listen {self.listen}"
+            )
+
+    def _check_folder(self) -> None:
+        if self.folder is None:
+            return
+        if not (isinstance(self.folder, str | os.PathLike) and os.fspath(self.folder)):
+            raise InputError(
+                f"Tiers(folder={self.folder!r}): pass a directory on a tmpfs, as '/dev/shm/run-7', or None"
+            )
+        if "://" in str(os.fspath(self.folder)):
+            raise InputError(
+                f"Tiers(folder={self.folder!r}) is a URL: pass a directory on a tmpfs, as '/dev/shm/run-7'. The run's "
+                "URL is the first argument of bcp.Run"
             )
 
     def _check_copies(self) -> None:

@@ -192,6 +192,7 @@ def test_arguments_that_do_not_go_together(arguments: dict[str, Any], words: str
         ({"node": ""}, "node=''"),
         ({"node": "storage"}, "node='storage'.*give the host a name"),
         ({"folder": 7}, "folder=7"),
+        ({"folder": "gs://bucket/run-7"}, r"folder='gs://bucket/run-7'\) is a URL: pass a directory"),
         ({"listen": 80}, "listen=80"),
         ({"copies": 0}, "copies=0"),
         ({"parity": 2}, "parity=2.*pass copies=2"),
@@ -204,6 +205,19 @@ def test_arguments_that_do_not_go_together(arguments: dict[str, Any], words: str
 def test_arguments_of_tiers(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         bcp.Tiers(**arguments)
+
+
+@pytest.mark.parametrize(("kind", "is_told"), [(0x01021994, False), (0x858458F6, False), (0, False), (0xEF53, True)])
+def test_a_folder_on_a_disk_is_told(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: int,
+    is_told: bool,  # noqa: FBT001 -- a parameter
+) -> None:
+    monkeypatch.setattr("bcp.backends.files.file_system_type", lambda _: kind)
+    place.die(place.train(1, 0))
+    assert (f"{place.memory} is on a disk: saves wait for it" in caplog.text) == is_told
 
 
 def test_a_run_that_ends_well_is_durable_and_gives_the_memory_back(place: Place) -> None:
@@ -489,7 +503,7 @@ def test_a_full_memory_is_an_error_that_may_be_tolerated(place: Place, monkeypat
             patch.setattr("bcp.tiers.folder.fallocate", full)
             pending = run.maybe_save(2)
             assert pending is not None
-            with pytest.raises(StorageError, match=r"^/.*bytes left, and the snapshot of rank 0 needs .* more"):
+            with pytest.raises(StorageError, match=r"^/.*bytes left, and .* rank 0 needs .* more .*'durable'\)$"):
                 pending.released()
         run.maybe_save(3)
         run.close()
