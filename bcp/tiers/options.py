@@ -29,8 +29,8 @@ class Tiers:
     counts as memory of whoever has touched it first: the limit of a container needs room for it.
 
     Attributes:
-        folder: a directory on a tmpfs, for this job alone, another one on each host of it. None: one in ``/dev/shm``
-            that is named after user and path of the run.
+        folder: a directory on a tmpfs, for this job alone, the same for all ranks of a host. None: one in ``/dev/shm``
+            with user and path of the run in its name. A warning tells of a directory on a disk.
         agent: ``"spawn"``: the first rank of a host starts its agent, which outlives torchrun. ``"external"``: somebody
             else runs ``python -m bcp.agent`` on each host, as schedulers need it that end all processes of a job.
         node: name of this host, other than those of all other hosts of the job, and the same after a restart. None: the
