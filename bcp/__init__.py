@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from bcp.plan.read.renames import Moved
     from bcp.planners import Framework, MegatronRng
     from bcp.protocols import RetryPolicy
+    from bcp.publication.publishing import PublishResult, apublish, publish
+    from bcp.publication.subscriber import PullResult, Subscriber
     from bcp.read.checkpoint import AsyncCheckpoint, Checkpoint
     from bcp.runs.following import await_for_next, wait_for_next
     from bcp.runs.latest import alatest, latest
@@ -60,6 +62,8 @@ __all__ = [
     "NothingLoadedWarning",
     "Pending",
     "Preemption",
+    "PublishResult",
+    "PullResult",
     "Report",
     "RetryPolicy",
     "RngState",
@@ -68,6 +72,7 @@ __all__ = [
     "SaveOptions",
     "SaveResult",
     "StepInfo",
+    "Subscriber",
     "Survivors",
     "Tiers",
     "__version__",
@@ -76,6 +81,7 @@ __all__ = [
     "aload",
     "aprepare",
     "apromote",
+    "apublish",
     "asave",
     "await_for_next",
     "cool",
@@ -86,6 +92,7 @@ __all__ = [
     "prefetch_data_state",
     "prepare",
     "promote",
+    "publish",
     "report",
     "save",
     "save_async",
@@ -116,6 +123,8 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.planners": ["Framework", "MegatronRng"],
             "bcp.policies": [],
             "bcp.protocols": ["RetryPolicy"],
+            "bcp.publication.publishing": ["PublishResult", "apublish", "publish"],
+            "bcp.publication.subscriber": ["PullResult", "Subscriber"],
             "bcp.read.checkpoint": ["AsyncCheckpoint", "Checkpoint"],
             "bcp.runs.following": ["await_for_next", "wait_for_next"],
             "bcp.runs.latest": ["alatest", "latest"],

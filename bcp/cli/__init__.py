@@ -29,6 +29,8 @@ COMMANDS = {
     "cp": "Copy a checkpoint, and check every byte on its way.",
     "edit": "Rename, drop, cast and add tensors of a checkpoint, in place.",
     "export": "Write a checkpoint for Hugging Face, safetensors, torch.load or DCP.",
+    "publish": "Publish weights as a version that inference engines pull.",
+    "pull": "Bring a local folder to the newest version of published weights.",
     "cool": "Move old checkpoints of a run to a cheaper place.",
     "promote": "Bring a checkpoint back from there.",
     "pin": "Keep a checkpoint of a run, whatever its policy says.",

@@ -20,6 +20,7 @@ from bcp import _api, _pending, _report, errors, events, extend, options, protoc
 from bcp.backends import MemoryBackend
 from bcp.read import checkpoint, contents, facts
 from bcp.runs import following, latest, run
+from bcp.publication import publishing, subscriber
 from bcp.tools import collection, cooling, copying, difference, importing, removal, sharing, steps, verifying
 from bcp.tools.exports import dcp, hf, single, torch_file
 
@@ -38,6 +39,8 @@ MODULES = [
     checkpoint,
     contents,
     facts,
+    publishing,
+    subscriber,
     collection,
     cooling,
     copying,
@@ -56,7 +59,7 @@ BLOCK = re.compile(r"^Example::\n\n((?: {4}.*\n|\n)+)", re.MULTILINE)
 CALLS = [bcp.save, bcp.save_async, bcp.load, bcp.prepare, bcp.asave, bcp.aload, bcp.aprepare, bcp.report, bcp.latest]
 CALLS += [bcp.wait_for_next, bcp.tools.collect, bcp.tools.copy, bcp.tools.diff, bcp.tools.list_steps, bcp.tools.remove]
 CALLS += [bcp.tools.import_files, bcp.tools.export_hf, bcp.tools.export_safetensors, bcp.tools.export_torch]
-CALLS += [bcp.tools.export_dcp, bcp.tools.pin, bcp.tools.verify, bcp.cool, bcp.promote]
+CALLS += [bcp.tools.export_dcp, bcp.tools.pin, bcp.tools.verify, bcp.cool, bcp.promote, bcp.publish]
 CLASSES = [
     bcp.SaveOptions,
     bcp.LoadOptions,

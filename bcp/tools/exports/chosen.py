@@ -18,7 +18,7 @@ from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.stages.memcpy import torch_dtype
 
-__all__ = ["Choice", "Chosen", "ChosenValue", "DType", "Rename", "choose", "values_of"]
+__all__ = ["Choice", "Chosen", "ChosenValue", "DType", "Rename", "choose", "float_dtype", "new_names", "values_of"]
 
 DType = torch.dtype | str | None
 """A dtype, torch's name of one as in ``"bfloat16"``, or None for the dtypes of the checkpoint."""
@@ -96,7 +96,7 @@ def choose(ckpt: AsyncCheckpoint, choice: Choice) -> list[Chosen]:
     """
     kind, glob = choice.kind, choice.glob
     _check_kind(kind)
-    layout, cast, new_name = ckpt.metadata.layout, _dtype_name(choice.dtype), _renaming(choice.rename)
+    layout, cast, new_name = ckpt.metadata.layout, float_dtype(choice.dtype), _renaming(choice.rename)
     if not isinstance(glob, str):
         raise InputError(f"glob={glob!r} is a {type(glob).__name__}; pass a pattern such as 'layers.*'")
     rows = ckpt.tensors.rows(kind, glob)
@@ -133,7 +133,7 @@ def _check_kind(kind: str | None) -> None:
         raise InputError(f"kind={kind!r}: tensors are of the kinds {' and '.join(map(repr, known))}; pass one of them")
 
 
-def _dtype_name(dtype: DType) -> str | None:
+def float_dtype(dtype: DType) -> str | None:
     """Return torch's full name of a floating dtype. Raises InputError for anything else."""
     if dtype is None:
         return None
@@ -146,6 +146,20 @@ def _dtype_name(dtype: DType) -> str | None:
             f"dtype={dtype!r} is no floating dtype of whole bytes; pass one such as torch.bfloat16 or 'bfloat16'"
         )
     return full
+
+
+def new_names(rename: Rename, saved: Sequence[str]) -> dict[str, str]:
+    """Return the new name of each tensor.
+
+    Raises:
+        InputError: ``rename`` cannot be used, or two tensors get one name.
+
+    """
+    new_name, names = _renaming(rename), dict[tuple[str, str], str]()
+    found = {name: _checked(new_name(name), name) for name in saved}
+    for old, new in found.items():
+        _take_name(names, "model", new, old)
+    return found
 
 
 def _renaming(rename: Rename) -> Callable[[str], Any]:

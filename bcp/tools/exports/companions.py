@@ -5,21 +5,32 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from bcp.backends.local import absolute
 from bcp.backends.place import place_of
 from bcp.backends.small import check_small
 from bcp.errors import InputError
 from bcp.runtime.threads import in_thread
-from bcp.tools.exports.chosen import Chosen
 
-__all__ = ["checked_folder", "companions_of", "with_dtype"]
+__all__ = ["checked_folder", "companions_of", "is_companion", "with_dtype"]
 
 CONFIG = "config.json"
 SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 NO_COMPANIONS = (".index.json", "trainer_state.json")
 """Endings of names of the kinds above that belong to weights or to a training job."""
+
+
+class Sized(Protocol):
+    """A tensor of a known dtype."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype, as torch has it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
 
 
 def checked_folder(like: object) -> str | None:
@@ -89,7 +100,7 @@ async def _stored(url: str, storage_options: Mapping[str, Any] | None) -> list[t
         return [(info.key, bytes(await place.backend.get(info.key))) for info in infos]
 
 
-def with_dtype(companions: Sequence[tuple[str, bytes]], tensors: Sequence[Chosen]) -> list[tuple[str, bytes]]:
+def with_dtype(companions: Sequence[tuple[str, bytes]], tensors: Sequence[Sized]) -> list[tuple[str, bytes]]:
     """Let the configuration name the dtype of the weights, as ``save_pretrained`` does.
 
     ``from_pretrained`` loads into the dtype of the configuration, and would cast weights of another one. The dtype is

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Unpack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar, Unpack
 
 from bcp.backends.place import Path
 from bcp.read.checkpoint import AsyncCheckpoint
@@ -20,8 +20,9 @@ from bcp.tools.exports.safetensors_file import check_storable, safetensors_file
 from bcp.tools.exports.streamed import TargetFile
 from bcp.tools.exports.target import folder_target
 
-__all__ = ["aexport_hf", "export_hf"]
+__all__ = ["aexport_hf", "best_name", "export_hf", "untied"]
 
+T = TypeVar("T")
 SHARD_BYTES = 5 << 30
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -117,7 +118,7 @@ def _format(
     async def plan(ckpt: AsyncCheckpoint) -> Plan:
         check_nbytes("shard_bytes", shard_bytes)
         folder = checked_folder(like)
-        tensors, others = _untied(choose(ckpt, choice))
+        tensors, others = untied(choose(ckpt, choice))
         check_storable(tensors)
         groups = _groups(tensors, shard_bytes)
         files = [
@@ -171,12 +172,12 @@ HEADS = frozenset({"lm_head", "proj_out", "embed_out", "vocab_projector", "gener
 """Segments in names of output layers. transformers ties these to the embedding, and finds them by the embedding."""
 
 
-def _untied(tensors: Sequence[Chosen]) -> tuple[list[Chosen], dict[str, str]]:
+def untied(tensors: Sequence[Chosen]) -> tuple[list[Chosen], dict[str, str]]:
     """Keep one name of each tied tensor; also return the name that is kept for each of the others."""
     names: dict[int, list[Chosen]] = {}
     for tensor in tensors:
         names.setdefault(tensor.stored, []).append(tensor)
-    kept = {stored: _best(tied) for stored, tied in names.items()}
+    kept = {stored: best_name(tied, lambda each: each.name) for stored, tied in names.items()}
     others = {each.name: kept[each.stored].name for each in tensors if each is not kept[each.stored]}
     return [each for each in tensors if each is kept[each.stored]], others
 
@@ -187,9 +188,9 @@ def _notes(tensors: Sequence[Chosen], others: Mapping[str, str]) -> dict[str, st
     return {name: kept for name, kept in others.items() if kept in own}
 
 
-def _best(tied: Iterable[Chosen]) -> Chosen:
-    """Choose the name that ``from_pretrained`` looks for."""
-    return min(tied, key=lambda tensor: (_rank(tensor.name), tensor.name.count("."), tensor.name))
+def best_name(tied: Iterable[T], key: Callable[[T], str]) -> T:
+    """Choose the tensor whose name ``from_pretrained`` looks for; ``key`` returns the name."""
+    return min(tied, key=lambda each: (_rank(key(each)), key(each).count("."), key(each)))
 
 
 def _rank(name: str) -> int:

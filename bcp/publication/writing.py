@@ -1,0 +1,188 @@
+"""The safetensors files of a version: whole tensors of an anchor, and the streams of a delta."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bcp.errors import InputError
+from bcp.interop.reading import at_once
+from bcp.interop.safetensors_files import LENGTH_BYTES, MOST_HEADER_BYTES, NAMES
+from bcp.plan.write.files import framed
+from bcp.protocols import Backend, PartWriter, flat_view
+from bcp.publication.encoding import Bytes, digest, pack
+from bcp.publication.sources import Entry, Weights
+from bcp.runtime.threads import in_thread
+
+__all__ = ["Written", "write_anchor", "write_delta"]
+
+CODES = {dtype: code for code, dtype in NAMES.items()}
+ALIGNMENT = 64
+PART_BYTES = 32 << 20
+BATCH_BYTES = 128 << 20
+"""Bytes of tensors that are compared at once; a larger tensor is alone."""
+
+FILE_BYTES = 256 << 20
+"""Bytes of streams that wait for their file."""
+
+
+@dataclass(slots=True)
+class Written:
+    """The files of a version so far.
+
+    Attributes:
+        files: the file of each tensor, relative to the version's folder.
+        digests: the digest of each tensor that was read.
+        nbytes: bytes of tensors or streams.
+    """
+
+    files: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+async def write_anchor(backend: Backend, tag: str, weights: Weights, shard_bytes: int) -> Written:
+    """Write all tensors to a version's folder, each read once and one at a time.
+
+    Args:
+        backend: the folder.
+        tag: at the end of the names of files.
+        weights: the tensors.
+        shard_bytes: bytes of tensors in a file, at most; a larger tensor has a file of its own.
+
+    Raises:
+        InputError: the header of a file is longer than readers take.
+        CorruptError: a file of the source is damaged.
+        StorageError: storage failed.
+
+    """
+    written = Written()
+    for number, group in enumerate(_groups(weights, shard_bytes), 1):
+        ordered = sorted(group, key=lambda entry: -entry.itemsize)
+        key = f"model-{number:05d}-{tag}.safetensors"
+        table = {each.name: (CODES[each.dtype], each.shape, each.nbytes) for each in ordered}
+        header = _header(key, table, {"format": "pt"})
+        nbytes = sum(each.nbytes for each in ordered)
+        async with backend.open_write(key, len(header) + nbytes) as writer:
+            parts = _Parts(writer)
+            await parts.write(header)
+            for each in ordered:
+                data = await each.read()
+                written.digests[each.name] = await in_thread(digest, data)
+                await parts.write(data.data)
+        written.files |= {each.name: key for each in ordered}
+        written.nbytes += nbytes
+    return written
+
+
+async def write_delta(
+    backend: Backend,
+    tag: str,
+    weights: Weights,
+    old_digests: Mapping[str, str],
+    base: Callable[[str], Awaitable[Bytes]],
+    encoding: str,
+) -> Written:
+    """Write the streams of all tensors that differ from the version before. The base of equal ones is not read.
+
+    Args:
+        backend: the version's folder.
+        tag: at the end of the names of files; may have a folder in front.
+        weights: the tensors of the new version.
+        old_digests: digests of the version before.
+        base: reads a tensor of the version before.
+        encoding: ``"xor"`` or ``"overwrite"``.
+
+    Raises:
+        InputError: a tensor is too large for ``overwrite``.
+        CorruptError: a file of the source or of the version before is damaged.
+        StorageError: storage failed.
+
+    """
+    written, number = Written(), 1
+    waiting: dict[str, bytes] = {}
+
+    async def flush() -> None:
+        nonlocal number
+        key = tag.replace("#", f"{number:05d}")
+        await _write_streams(backend, key, waiting, written)
+        waiting.clear()
+        number += 1
+
+    for batch in _groups(weights, BATCH_BYTES):
+        by_name = {entry.name: entry for entry in batch}
+
+        async def packed(name: str, by_name: Mapping[str, Entry] = by_name) -> tuple[str, bytes | None]:
+            new = await by_name[name].read()
+            found = await in_thread(digest, new)
+            if found == old_digests[name]:
+                return found, None
+            return found, await in_thread(pack, await base(name), new, encoding)
+
+        for name, (found, stream) in zip(by_name, await at_once(backend, by_name, packed), strict=True):
+            written.digests[name] = found
+            if stream is not None:
+                waiting[name] = stream
+            if sum(map(len, waiting.values())) >= FILE_BYTES:
+                await flush()
+    if waiting or not written.files:  # a version without a file would have no folder
+        await flush()
+    return written
+
+
+async def _write_streams(backend: Backend, key: str, streams: Mapping[str, bytes], written: Written) -> None:
+    """Write a file of streams. Its metadata have the digests of the new tensors, where readers of SGLang look."""
+    table = {name: (CODES["uint8"], (len(stream),), len(stream)) for name, stream in streams.items()}
+    header = _header(key, table, {name: written.digests[name] for name in streams})
+    nbytes = sum(map(len, streams.values()))
+    async with backend.open_write(key, len(header) + nbytes) as writer:
+        parts = _Parts(writer)
+        await parts.write(header)
+        for stream in streams.values():
+            await parts.write(stream)
+    written.files |= dict.fromkeys(streams, key)
+    written.nbytes += nbytes
+
+
+def _groups(weights: Weights, most: int) -> Iterator[Sequence[Entry]]:
+    """Divide tensors among groups of so many bytes, in order."""
+    group: list[Entry] = []
+    for entry in weights:
+        if group and sum(each.nbytes for each in group) + entry.nbytes > most:
+            yield group
+            group = []
+        group.append(entry)
+    yield group
+
+
+def _header(key: str, table: Mapping[str, tuple[str, tuple[int, ...], int]], notes: Mapping[str, str]) -> bytes:
+    """Return the header of a file with these tensors: dtype, shape and bytes of each, in file order."""
+    content: dict[str, object] = {"__metadata__": notes}
+    at = 0
+    for name, (code, shape, nbytes) in table.items():
+        content[name] = {"dtype": code, "shape": shape, "data_offsets": (at, at + nbytes)}
+        at += nbytes
+    header = framed(content, ALIGNMENT)
+    if len(header) - LENGTH_BYTES > MOST_HEADER_BYTES:
+        raise InputError(
+            f"{key}: the header for {len(table)} tensors has {len(header)} bytes, and {MOST_HEADER_BYTES} is the most "
+            "of safetensors; choose a smaller shard_bytes="
+        )
+    return header
+
+
+class _Parts:
+    """Writes bytes one after the other, in parts of a bounded size."""
+
+    def __init__(self, writer: PartWriter) -> None:
+        self._writer = writer
+        self._index = self._offset = 0
+
+    async def write(self, data: bytes | memoryview) -> None:
+        """Write the next bytes."""
+        view = flat_view(data)
+        for start in range(0, len(view), PART_BYTES):
+            part = view[start : start + PART_BYTES]
+            await self._writer.write_part(self._index, self._offset, part)
+            self._index += 1
+            self._offset += len(part)
