@@ -116,8 +116,18 @@ class Item:
     nbytes: int = 1
 
 
-async def at_once(backend: Backend, names: Iterable[str], look: Callable[[str], Awaitable[R]]) -> list[R]:
-    """Look into files, several at once; return the results in the order of the names."""
+async def at_once(
+    backend: Backend, names: Iterable[str], look: Callable[[str], Awaitable[R]], *, workers: int = 0
+) -> list[R]:
+    """Look into files, several at once; return the results in the order of the names.
+
+    Args:
+        backend: says how many, unless ``workers`` does.
+        names: of the files.
+        look: looks into a file.
+        workers: how many at once; 0 for as many as the backend likes.
+
+    """
     items = [Item(name) for name in names]
     found: dict[str, R] = {}
 
@@ -125,7 +135,7 @@ async def at_once(backend: Backend, names: Iterable[str], look: Callable[[str], 
         found[item.name] = await look(item.name)
 
     start: Pipeline[Item, Item] = Pipeline()
-    graph = start.then(Stage("look", run, workers=max(at_once_of(backend), 1)))
+    graph = start.then(Stage("look", run, workers=workers or max(at_once_of(backend), 1)))
     with unwrap_stage_errors():
         await graph.run(items, budget=Budget(max(len(items), 1)))
     return [found[item.name] for item in items]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bcp.errors import CorruptError, NotACheckpointError
-from bcp.interop.reading import at_once
+from bcp.publication.batches import batches, on_all_cores
 from bcp.publication.chain import Chain, CommittedVersion
 from bcp.publication.encoding import Bytes, apply, digest
 from bcp.publication.folder import Folder, Note
@@ -20,8 +20,6 @@ __all__ = ["apply_delta"]
 
 HELD_BYTES = 256 << 20
 """Bytes of new tensors that stay in memory between their check and their write. Others are computed again."""
-
-BATCH_BYTES = 64 << 20
 
 
 async def apply_delta(chain: Chain, folder: Folder, version: CommittedVersion) -> Sequence[str]:
@@ -42,9 +40,10 @@ async def apply_delta(chain: Chain, folder: Folder, version: CommittedVersion) -
     """
     note, index = await folder.note(), version.index
     work = _Work(chain, folder, version, await _digests(chain, index.version - 1))
-    names = sorted(index.deltas)
-    is_old = await at_once(folder.backend, names, work.check)
-    todo = [name for name, old in zip(names, is_old, strict=True) if old]
+    sizes, todo = await folder.sizes(), list[str]()
+    for names in batches(sorted(index.deltas), lambda name: sizes.get(name, 0)):
+        is_old = await on_all_cores(folder.backend, names, work.check)
+        todo += [name for name, old in zip(names, is_old, strict=True) if old]
     if todo:
         await folder.take_note(Note(note.version, index.publication, index.version))
         await work.write(todo)
@@ -70,6 +69,7 @@ class _Work:
         version: the delta.
         old: digests of the version before, if they are known.
         held: new tensors that were checked, up to :data:`HELD_BYTES`.
+        held_nbytes: bytes of these.
         repaired: names of tensors that came from the anchor.
     """
 
@@ -78,28 +78,23 @@ class _Work:
     version: CommittedVersion
     old: Mapping[str, str]
     held: dict[str, Bytes] = field(default_factory=dict)
+    held_nbytes: int = 0
     repaired: set[str] = field(default_factory=set)
 
     async def check(self, name: str) -> bool:
         """Check the new bytes of a tensor; return False if the folder has them already."""
         data = await self._new(name)
-        if data is not None and sum(map(len, self.held.values())) + len(data) <= HELD_BYTES:
+        if data is not None and self.held_nbytes + len(data) <= HELD_BYTES:
             self.held[name] = data
+            self.held_nbytes += len(data)
         return data is not None
 
     async def write(self, names: Sequence[str]) -> None:
         """Write tensors that were checked."""
-        batch: dict[str, Bytes] = {}
-        for name in names:
-            data = self.held.pop(name, None)
-            if data is None:
-                data = await self._new(name)
-            if data is not None:
-                batch[name] = data
-            if sum(map(len, batch.values())) >= BATCH_BYTES:
-                await self.folder.write(batch)
-                batch = {}
-        await self.folder.write(batch)
+        sizes = await self.folder.sizes()
+        for batch in batches(names, lambda name: sizes[name]):
+            made = {name: self.held.pop(name) if name in self.held else await self._new(name) for name in batch}
+            await self.folder.write({name: data for name, data in made.items() if data is not None})
 
     async def _new(self, name: str) -> Bytes | None:
         """Return the new bytes of a tensor; None if the folder has them."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from bcp.backends import LocalBackend
 from bcp.backends.local import absolute
+from bcp.backends.small import check_small
 from bcp.errors import CorruptError, StorageError
 from bcp.interop.catalogue import Piece
 from bcp.interop.reading import Opened, from_json
@@ -107,6 +108,7 @@ class Folder:
         for key in files:
             await self._copy(anchor, key, [piece for piece in pieces.values() if piece.key == key])
         for key in sorted(key for key in anchor.files.sizes if "/" not in key and is_companion(key)):
+            check_small(f"{anchor.path}/{key}", anchor.files.sizes[key])
             await self.backend.put(key, await anchor.files.read(key, 0, anchor.files.sizes[key]))
         content = {"metadata": {"total_size": anchor.index.nbytes}, "weight_map": dict(anchor.index.files)}
         await self.backend.put(INDEX, json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
@@ -153,6 +155,10 @@ class Folder:
     async def _opened(self) -> Opened:
         sizes = {info.key: info.nbytes for info in await self.backend.list() if "/" not in info.key}
         return Opened(self.backend, str(self.root), sizes)
+
+    async def sizes(self) -> dict[str, int]:
+        """Return the bytes of each tensor. Raises as :meth:`pieces`."""
+        return {name: _nbytes(piece) for name, piece in (await self.pieces()).items()}
 
     async def read(self, name: str) -> Bytes:
         """Read a tensor's bytes. Raises CorruptError if the folder has no such tensor."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from bcp.errors import InputError
-from bcp.interop.reading import at_once
 from bcp.interop.safetensors_files import LENGTH_BYTES, MOST_HEADER_BYTES, NAMES
 from bcp.plan.write.files import framed
 from bcp.protocols import Backend, PartWriter, flat_view
+from bcp.publication.batches import batches, on_all_cores
 from bcp.publication.encoding import Bytes, digest, pack
 from bcp.publication.sources import Entry, Weights
 from bcp.runtime.threads import in_thread
@@ -19,9 +19,6 @@ __all__ = ["Written", "write_anchor", "write_delta"]
 CODES = {dtype: code for code, dtype in NAMES.items()}
 ALIGNMENT = 64
 PART_BYTES = 32 << 20
-BATCH_BYTES = 128 << 20
-"""Bytes of tensors that are compared at once; a larger tensor is alone."""
-
 FILE_BYTES = 256 << 20
 """Bytes of streams that wait for their file."""
 
@@ -57,7 +54,7 @@ async def write_anchor(backend: Backend, tag: str, weights: Weights, shard_bytes
 
     """
     written = Written()
-    for number, group in enumerate(_groups(weights, shard_bytes), 1):
+    for number, group in enumerate(batches(weights, _nbytes, shard_bytes), 1):
         ordered = sorted(group, key=lambda entry: -entry.itemsize)
         key = f"model-{number:05d}-{tag}.safetensors"
         table = {each.name: (CODES[each.dtype], each.shape, each.nbytes) for each in ordered}
@@ -99,17 +96,8 @@ async def write_delta(
         StorageError: storage failed.
 
     """
-    written, number = Written(), 1
-    waiting: dict[str, bytes] = {}
-
-    async def flush() -> None:
-        nonlocal number
-        key = tag.replace("#", f"{number:05d}")
-        await _write_streams(backend, key, waiting, written)
-        waiting.clear()
-        number += 1
-
-    for batch in _groups(weights, BATCH_BYTES):
+    written, streams = Written(), _Streams(backend, tag)
+    for batch in batches(weights, _nbytes):
         by_name = {entry.name: entry for entry in batch}
 
         async def packed(name: str, by_name: Mapping[str, Entry] = by_name) -> tuple[str, bytes | None]:
@@ -119,40 +107,47 @@ async def write_delta(
                 return found, None
             return found, await in_thread(pack, await base(name), new, encoding)
 
-        for name, (found, stream) in zip(by_name, await at_once(backend, by_name, packed), strict=True):
+        for name, (found, stream) in zip(by_name, await on_all_cores(backend, by_name, packed), strict=True):
             written.digests[name] = found
             if stream is not None:
-                waiting[name] = stream
-            if sum(map(len, waiting.values())) >= FILE_BYTES:
-                await flush()
-    if waiting or not written.files:  # a version without a file would have no folder
-        await flush()
+                await streams.add(name, stream, written)
+    if streams.waiting or not written.files:  # a version without a file would have no folder
+        await streams.flush(written)
     return written
 
 
-async def _write_streams(backend: Backend, key: str, streams: Mapping[str, bytes], written: Written) -> None:
-    """Write a file of streams. Its metadata have the digests of the new tensors, where readers of SGLang look."""
-    table = {name: (CODES["uint8"], (len(stream),), len(stream)) for name, stream in streams.items()}
-    header = _header(key, table, {name: written.digests[name] for name in streams})
-    nbytes = sum(map(len, streams.values()))
-    async with backend.open_write(key, len(header) + nbytes) as writer:
-        parts = _Parts(writer)
-        await parts.write(header)
-        for stream in streams.values():
-            await parts.write(stream)
-    written.files |= dict.fromkeys(streams, key)
-    written.nbytes += nbytes
+class _Streams:
+    """Streams that wait for their file. ``#`` in the tag is the number of the file."""
+
+    def __init__(self, backend: Backend, tag: str) -> None:
+        self.waiting: dict[str, bytes] = {}
+        self._backend, self._tag = backend, tag
+        self._nbytes, self._number = 0, 1
+
+    async def add(self, name: str, stream: bytes, written: Written) -> None:
+        """Take a stream; write a file once there are enough."""
+        self.waiting[name] = stream
+        self._nbytes += len(stream)
+        if self._nbytes >= FILE_BYTES:
+            await self.flush(written)
+
+    async def flush(self, written: Written) -> None:
+        """Write a file. Its metadata have the digests of the new tensors, where readers of SGLang look."""
+        key, streams = self._tag.replace("#", f"{self._number:05d}"), self.waiting
+        table = {name: (CODES["uint8"], (len(stream),), len(stream)) for name, stream in streams.items()}
+        header = _header(key, table, {name: written.digests[name] for name in streams})
+        async with self._backend.open_write(key, len(header) + self._nbytes) as writer:
+            parts = _Parts(writer)
+            await parts.write(header)
+            for stream in streams.values():
+                await parts.write(stream)
+        written.files |= dict.fromkeys(streams, key)
+        written.nbytes += self._nbytes
+        self.waiting, self._nbytes, self._number = {}, 0, self._number + 1
 
 
-def _groups(weights: Weights, most: int) -> Iterator[Sequence[Entry]]:
-    """Divide tensors among groups of so many bytes, in order."""
-    group: list[Entry] = []
-    for entry in weights:
-        if group and sum(each.nbytes for each in group) + entry.nbytes > most:
-            yield group
-            group = []
-        group.append(entry)
-    yield group
+def _nbytes(entry: Entry) -> int:
+    return entry.nbytes
 
 
 def _header(key: str, table: Mapping[str, tuple[str, tuple[int, ...], int]], notes: Mapping[str, str]) -> bytes:

@@ -18,9 +18,9 @@ import torch
 import bcp
 from bcp import _api, _pending, _report, errors, events, extend, options, protocols
 from bcp.backends import MemoryBackend
+from bcp.publication import publishing, subscriber
 from bcp.read import checkpoint, contents, facts
 from bcp.runs import following, latest, run
-from bcp.publication import publishing, subscriber
 from bcp.tools import collection, cooling, copying, difference, importing, removal, sharing, steps, verifying
 from bcp.tools.exports import dcp, hf, single, torch_file
 
