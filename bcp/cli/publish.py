@@ -38,7 +38,7 @@ def command(source: str, to: str, *, as_json: bool, **given: Any) -> int:
         from bcp.publication.publishing import publish  # noqa: PLC0415 -- the help does not need it
         from bcp.telemetry.amounts import bytes_words  # noqa: PLC0415 -- same
 
-    options = {name: given.pop(name) or None for name in ("storage_options", "target_options")}
+    options: dict[str, Any] = {name: given.pop(name) or None for name in ("storage_options", "target_options")}
     result = publish(source, to, given.pop("version"), **given, **options)
     if as_json:
         print_json(asdict(result))

@@ -34,6 +34,7 @@ from bcp.tools.exports.companions import checked_folder, companions_of, with_dty
 __all__ = ["PublishKeywords", "PublishResult", "apublish", "publish"]
 
 SHARD_BYTES = 5 << 30
+CLAIM_SECONDS = 600.0
 
 
 class PublishKeywords(TypedDict, total=False):
@@ -164,30 +165,31 @@ async def apublish(
     """Do the same as :func:`publish` from a coroutine. Live tensors may not change until it returns."""
     whole("version", version)
     whole("anchor_every", anchor_every)
-    if keep is not None:
-        whole("keep", keep)
-    if encoding not in ENCODINGS:
-        raise InputError(f"encoding={encoding!r} is unknown; pass one of {', '.join(map(repr, ENCODINGS))}")
-    if unknown := sorted(set(keywords) - set(PublishKeywords.__annotations__)):
-        raise TypeError(
-            f"publish() has no keyword {unknown[0]!r}; it takes {', '.join(PublishKeywords.__annotations__)}"
-        )
-    check_nbytes("shard_bytes", keywords.get("shard_bytes", SHARD_BYTES))
-    amount("publish", "claim_seconds", keywords.get("claim_seconds", 600.0), zero=True)
-    check_zstandard()
-    options = keywords.get("storage_options")
+    whole("keep", 1 if keep is None else keep)
+    _check(encoding, keywords)
+    options, claim_seconds = keywords.get("storage_options"), keywords.get("claim_seconds", CLAIM_SECONDS)
     async with AsyncExitStack() as stack:
         weights = await opened_weights(source, rename, keywords.get("dtype"), options, stack)
         companions = await companions_of(checked_folder(keywords.get("like")), options)
         files = with_dtype(companions, weights)
         place = place_of(to, None, keywords.get("target_options"))
         await stack.enter_async_context(place.opened)
-        claim = await claimed(place.backend, place.path, version, keywords.get("claim_seconds", 600.0))
+        claim = await claimed(place.backend, place.path, version, claim_seconds)
         job = _Publication(claim, Chain(place.backend, place.path), weights, files, encoding, anchor_every, keywords)
         result = await job.publish()
-        if keep is None:
-            return result
-        return await job.retained(result, keep)
+        return result if keep is None else await job.retained(result, keep)
+
+
+def _check(encoding: str, keywords: PublishKeywords) -> None:
+    """Raise InputError or TypeError for arguments that cannot be any."""
+    if encoding not in ENCODINGS:
+        raise InputError(f"encoding={encoding!r} is unknown; pass one of {', '.join(map(repr, ENCODINGS))}")
+    known = list(PublishKeywords.__annotations__)
+    if unknown := sorted(set(keywords) - set(known)):
+        raise TypeError(f"publish() has no keyword {unknown[0]!r}; it takes {', '.join(known)}")
+    check_nbytes("shard_bytes", keywords.get("shard_bytes", SHARD_BYTES))
+    amount("publish", "claim_seconds", keywords.get("claim_seconds", CLAIM_SECONDS), zero=True)
+    check_zstandard()
 
 
 @dataclass(slots=True)
