@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from published import assert_folder, followed, stepped, weights
 
 import bcp
 from bcp.backends import LocalBackend, MemoryBackend
+from bcp.publication import encoding
 from bcp.publication.index import INDEX
 
 Model = dict[str, torch.Tensor]
@@ -34,11 +37,11 @@ def published(root: Path | str, last: int, **more: object) -> list[Model]:
     return models
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("way", ["xor", "overwrite"])
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_all_readers_get_the_weights(tmp_path: Path, encoding: str, *, has_cache: bool) -> None:
+def test_all_readers_get_the_weights(tmp_path: Path, way: str, *, has_cache: bool) -> None:
     cache = tmp_path / "cache" if has_cache else None
-    models = published(tmp_path / "pub", 5, encoding=encoding, anchor_every=3, cache=cache)
+    models = published(tmp_path / "pub", 5, encoding=way, anchor_every=3, cache=cache)
     for version in range(1, 6):
         read = followed(tmp_path / "pub", version)
         assert read == {name: raw(value) for name, value in models[version].items()}
@@ -122,10 +125,10 @@ async def test_memory_and_coroutines(tmp_path: Path, anyio_backend: str) -> None
     await bcp.apublish(weights(3), MemoryBackend(f"{tmp_path.name}-2"), 1)
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("way", ["xor", "overwrite"])
 @pytest.mark.parametrize("pulled", [None, 2, 3])
-def test_patches_lead_from_one_version_to_the_next(tmp_path: Path, encoding: str, pulled: int | None) -> None:
-    models = published(tmp_path / "pub", 4, encoding=encoding, anchor_every=2)
+def test_patches_lead_from_one_version_to_the_next(tmp_path: Path, way: str, pulled: int | None) -> None:
+    models = published(tmp_path / "pub", 4, encoding=way, anchor_every=2)
     subscriber = bcp.Subscriber(tmp_path / "pub", tmp_path / "engine")
     if pulled is not None:
         subscriber.pull(version=pulled)
@@ -260,6 +263,64 @@ def test_sources_that_cannot_be_published(tmp_path: Path) -> None:
     assert not (tmp_path / "pub").exists()
     with pytest.raises(bcp.NotACheckpointError, match="no published version"):
         bcp.Subscriber(tmp_path / "pub", tmp_path / "engine").pull()
+
+
+def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
+    sharded = torch.ones(4)
+    sharded._local_tensor, sharded.placements = torch.ones(2), ()  # type: ignore[attr-defined]  # as of veScale
+    with pytest.raises(bcp.InputError, match=r"tensor 'w' is sharded over ranks.*save a checkpoint and publish that"):
+        bcp.publish({"w": sharded}, tmp_path / "pub", 1)
+
+
+def test_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    encoding._zstandard.cache_clear()
+    with pytest.raises(bcp.MissingExtraError, match=r"pip install 'bcp-checkpoint\[publish\]'"):
+        bcp.publish(weights(), tmp_path / "pub", 1)
+    with pytest.raises(bcp.MissingExtraError, match="zstandard"):
+        bcp.Subscriber(tmp_path / "pub", tmp_path / "engine")
+
+
+@pytest.mark.anyio
+async def test_pulls_of_one_folder_take_turns(tmp_path: Path, anyio_backend: str) -> None:
+    del anyio_backend
+    await bcp.apublish(weights(), tmp_path / "pub", 1)
+    results: list[bcp.PullResult] = []
+
+    async def pull() -> None:
+        results.append(await bcp.Subscriber(tmp_path / "pub", tmp_path / "engine").apull())
+
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(pull)
+    assert sorted(result.anchor for result in results) == [0, 0, 1]
+    assert_folder(tmp_path / "engine", weights())
+
+
+def test_live_tensors_of_any_layout(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    live = {
+        "columns": base.t(),
+        "part": base[1:3, ::2],
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 3),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "eighth": torch.ones(5).to(torch.float8_e4m3fn),
+    }
+    bcp.publish(live, tmp_path / "pub", 1)
+    live["columns"] = (base + 1).t()
+    live["flags"] = torch.tensor([True, True])
+    assert bcp.publish(live, tmp_path / "pub", 2).changed == 2
+    bcp.Subscriber(tmp_path / "pub", tmp_path / "engine").pull()
+    found = bcp.Checkpoint(tmp_path / "engine")
+    for name, value in live.items():
+        assert raw(found.read(name)) == raw(value.detach()), name
+        assert found.read(name).dtype == value.dtype
+    assert [(patch.name, len(patch.indices)) for patch in bcp.Subscriber(tmp_path / "pub", "x").patches(2)] == [
+        ("columns", 24),
+        ("flags", 1),
+    ]
 
 
 def test_the_index_has_what_readers_of_sglang_ask_for(tmp_path: Path) -> None:
