@@ -1,4 +1,4 @@
-"""Apply a delta to the folder of a subscriber, in place.
+"""Apply deltas to the folder of a subscriber, in place.
 
 No tensor is trusted. Its digest says whether it is old, new, or torn by a call that was killed: xor must not be applied
 twice. A torn or damaged tensor comes from the anchor and the deltas after it.
@@ -16,38 +16,39 @@ from bcp.publication.encoding import Bytes, apply, digest
 from bcp.publication.folder import Folder, Note
 from bcp.runtime.threads import in_thread
 
-__all__ = ["apply_delta"]
+__all__ = ["apply_deltas"]
 
 HELD_BYTES = 256 << 20
 """Bytes of new tensors that stay in memory between their check and their write. Others are computed again."""
 
 
-async def apply_delta(chain: Chain, folder: Folder, version: CommittedVersion) -> Sequence[str]:
-    """Apply a delta. All of its tensors are checked before the first one is written.
+async def apply_deltas(chain: Chain, folder: Folder, versions: Sequence[CommittedVersion]) -> Sequence[str]:
+    """Apply deltas. Each tensor is written once, and all are checked before the first one is written.
 
     Args:
         chain: the publication.
-        folder: has the version before, or was left by a call that was killed on the way to this version.
-        version: the delta.
+        folder: has the version before, or was left by a call that was killed on the way to one of these versions.
+        versions: one or more deltas, each of the version after the one before.
 
     Returns:
         The names of tensors that had to be repaired.
 
     Raises:
-        CorruptError: a new tensor differs from its digest; nothing of the version was written.
+        CorruptError: a tensor of a version differs from its digest; nothing was written.
         StorageError: storage failed.
 
     """
-    note, index = await folder.note(), version.index
-    work = _Work(chain, folder, version, await _digests(chain, index.version - 1))
+    note, last = await folder.note(), versions[-1].index
+    work = _Work(chain, folder, versions, await _digests(chain, versions[0].index.version - 1))
+    changed = {name for version in versions for name in version.index.deltas}
     sizes, todo = await folder.sizes(), list[str]()
-    for names in batches(sorted(index.deltas), lambda name: sizes.get(name, 0)):
+    for names in batches(sorted(changed), lambda name: sizes.get(name, 0)):
         is_old = await on_all_cores(folder.backend, names, work.check)
         todo += [name for name, old in zip(names, is_old, strict=True) if old]
     if todo:
-        await folder.take_note(Note(note.version, index.publication, index.version))
+        await folder.take_note(Note(note.version, last.publication, last.version))
         await work.write(todo)
-    await folder.take_note(Note(index.version, index.publication, index.version))
+    await folder.take_note(Note(last.version, last.publication, last.version))
     return sorted(work.repaired)
 
 
@@ -61,13 +62,13 @@ async def _digests(chain: Chain, version: int) -> Mapping[str, str]:
 
 @dataclass(slots=True)
 class _Work:
-    """The tensors of a delta.
+    """The tensors of some deltas.
 
     Attributes:
         chain: the publication.
         folder: to be changed.
-        version: the delta.
-        old: digests of the version before, if they are known.
+        versions: the deltas, in order.
+        old: digests of the version before; none if retention has deleted it.
         held: new tensors that were checked, up to :data:`HELD_BYTES`.
         held_nbytes: bytes of these.
         repaired: names of tensors that came from the anchor.
@@ -75,7 +76,7 @@ class _Work:
 
     chain: Chain
     folder: Folder
-    version: CommittedVersion
+    versions: Sequence[CommittedVersion]
     old: Mapping[str, str]
     held: dict[str, Bytes] = field(default_factory=dict)
     held_nbytes: int = 0
@@ -97,23 +98,32 @@ class _Work:
             await self.folder.write({name: data for name, data in made.items() if data is not None})
 
     async def _new(self, name: str) -> Bytes | None:
-        """Return the new bytes of a tensor; None if the folder has them."""
-        index = self.version.index
-        data, want = await self.folder.read(name), index.digests[name]
-        found, old = await in_thread(digest, data), self.old.get(name)
-        if found == want:
+        """Return the newest bytes of a tensor; None if the folder has them."""
+        last, data = self.versions[-1].index, await self.folder.read(name)
+        found = await in_thread(digest, data)
+        if found == last.digests[name]:
             return None
-        if old in (None, found):
+        for version in self._after(name, found):
+            index = version.index
             content = await self.chain.stream(index.version, name, len(data))
-            new = await in_thread(apply, data, content, index.encoding)
-            made = await in_thread(digest, new)
-            if made == want:
-                return new
-            if old is not None:
+            data = await in_thread(apply, data, content, index.encoding)
+            made, want = await in_thread(digest, data), index.digests[name]
+            if made != want and self.old:
                 raise CorruptError(
-                    f"version {index.version} at {self.version.path}: the delta of tensor {name!r} makes the digest "
-                    f"{made}, and {want} was published: the delta is damaged, and nothing was written; publish an "
-                    "anchor as a newer version"
+                    f"version {index.version} at {version.path}: the delta of tensor {name!r} makes the digest {made}, "
+                    f"and {want} was published: the delta is damaged, and nothing was written; publish an anchor as a "
+                    "newer version"
                 )
+            found = made
+        if found == last.digests[name]:
+            return data
         self.repaired.add(name)
-        return await self.chain.tensor(name, index.version)
+        return await self.chain.tensor(name, last.version)
+
+    def _after(self, name: str, found: str) -> Sequence[CommittedVersion]:
+        """Return the deltas that a tensor of this digest lacks; none if the tensor is of no version."""
+        steps = [version for version in self.versions if name in version.index.deltas]
+        if self.old.get(name, found) == found:
+            return steps
+        places = [place for place, version in enumerate(steps, 1) if version.index.digests[name] == found]
+        return steps[places[0] :] if places else []

@@ -13,7 +13,7 @@ import numpy as np
 from bcp._text import shown
 from bcp.backends.place import Path, place_of
 from bcp.errors import InputError, NotACheckpointError
-from bcp.publication.applying import apply_delta
+from bcp.publication.applying import apply_deltas
 from bcp.publication.chain import Chain, CommittedVersion
 from bcp.publication.claims import latest_of
 from bcp.publication.encoding import Bytes, changed, check_zstandard, digest
@@ -106,7 +106,7 @@ class Subscriber:
     def pull(self, *, version: int | None = None) -> PullResult:
         """Bring the folder to a version. The way with the fewest bytes is taken: an anchor and deltas, or deltas alone.
 
-        A delta is checked as a whole before the first byte of it is written.
+        All deltas are checked before the first byte is written.
 
         Args:
             version: the version; the newest by default. Older ones work, too.
@@ -114,7 +114,7 @@ class Subscriber:
         Raises:
             InputError: the version is not published yet, or is no version.
             NotACheckpointError: nothing is published there, or the version was deleted.
-            CorruptError: a tensor or an index of the publication is damaged; nothing of that version was written.
+            CorruptError: a tensor or an index of the publication is damaged; no delta was applied.
             StorageError: storage failed.
 
         Example:
@@ -144,7 +144,7 @@ class Subscriber:
                 await self._folder.take_note(Note(0, publication, target))
                 await self._folder.reset(anchor, await chain.pieces(anchor.index.version, anchor=True))
                 await self._folder.take_note(Note(anchor.index.version, publication, anchor.index.version))
-            repaired = [name for delta in deltas for name in await apply_delta(chain, self._folder, delta)]
+            repaired = await apply_deltas(chain, self._folder, deltas) if deltas else []
             nbytes = sum(delta.index.delta_nbytes for delta in deltas)
             if anchor is None:
                 return PullResult(target, before, 0, len(deltas), nbytes, tuple(repaired))

@@ -111,6 +111,26 @@ def test_a_damaged_tensor_of_the_folder_is_repaired(root: Path, damage: str) -> 
     assert_folder(root / "engine", new)
 
 
+@pytest.mark.parametrize("reached", [1, 2, 3, 4])
+def test_a_tensor_goes_on_from_any_version(tmp_path: Path, reached: int) -> None:
+    models = [{name: torch.randn(64, 64) for name in "abc"}]
+    subscriber = bcp.Subscriber(tmp_path / "pub", tmp_path / "engine")
+    for version in (1, 2, 3, 4):
+        models.append({name: value + (torch.arange(64) == version) for name, value in models[-1].items()})
+        bcp.publish(models[-1], tmp_path / "pub", version)
+        subscriber.pull(version=1)
+    path = next((tmp_path / "engine").glob("*.safetensors"))
+    data = path.read_bytes()
+    for name in "ab":  # as if a call had been killed behind these
+        data = data.replace(*(models[version][name].numpy().tobytes() for version in (1, reached)))
+    path.write_bytes(data)
+    note = json.loads((tmp_path / "engine" / NOTE).read_text())
+    (tmp_path / "engine" / NOTE).write_text(json.dumps(note | {"towards": 4}))
+    result = subscriber.pull()
+    assert (result.before, result.anchor, result.deltas, result.repaired) == (0, 0, 3, ())
+    assert_folder(tmp_path / "engine", models[4])
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": "1"}', '{"version": 1, "publication": 2, "towards": 1}'])
 def test_a_damaged_note_begins_with_the_anchor(root: Path, text: str) -> None:
     (root / "engine" / NOTE).write_text(text)
