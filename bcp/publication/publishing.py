@@ -218,7 +218,7 @@ class _Publication:
         """Write the version, and commit it. A failure leaves no file, unless the commit may have happened."""
         claim = self.claim
         try:
-            await sweep(claim.backend, self.chain, claim.newest)
+            await sweep(claim.backend, self.chain, claim.newest, claim.version)
             index = await self._written()
             await claim.seal(index.encode())
         except BaseException as error:

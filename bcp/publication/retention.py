@@ -15,15 +15,17 @@ __all__ = ["needed", "retain", "sweep"]
 DATA = ".safetensors"
 
 
-async def sweep(backend: Backend, chain: Chain, newest: int) -> None:
+async def sweep(backend: Backend, chain: Chain, newest: int, claimed: int) -> None:
     """Delete the data of versions that were never committed. The caller has the claim, so their publishers are dead.
 
-    A committed version keeps every file that its index names.
+    A committed version keeps every file that its index names. In the folder of the claimed version, files beside weights
+    stay: a later publisher of that version has the same names, and this one may be slow.
 
     Args:
         backend: the publication.
         chain: its committed versions.
         newest: the newest one; 0 if there is none.
+        claimed: the version that the caller has claimed.
 
     Raises:
         StorageError: storage failed.
@@ -36,7 +38,8 @@ async def sweep(backend: Backend, chain: Chain, newest: int) -> None:
     folders = await _listed(backend)
     for version, keys in folders.items():
         if INDEX not in keys:
-            await child(backend, folder_of(version)).delete(keys)
+            doomed = [key for key in keys if version != claimed or key.endswith(DATA)]
+            await child(backend, folder_of(version)).delete(doomed)
     if INDEX in folders.get(newest, ()):
         try:
             named = (await chain.version(newest)).index.keys
