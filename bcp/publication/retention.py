@@ -18,8 +18,8 @@ DATA = ".safetensors"
 async def sweep(backend: Backend, chain: Chain, newest: int, claimed: int) -> None:
     """Delete the data of versions that were never committed. The caller has the claim, so their publishers are dead.
 
-    A committed version keeps every file that its index names. In the folder of the claimed version, files beside weights
-    stay: a later publisher of that version has the same names, and this one may be slow.
+    A committed version keeps every file that its index names. In the folder of the claimed version, files beside
+    weights stay: a later publisher of that version has the same names, and this one may be slow.
 
     Args:
         backend: the publication.

@@ -237,7 +237,7 @@ def test_no_deletion_goes_past_the_rule(pytestconfig: pytest.Config) -> None:
         "backends/cooled.py": 2,  # passes on what its caller deletes
         "backends/prefixed.py": 2,
         "publication/folder.py": 1,  # the older weights of a subscriber's own folder
-        "publication/retention.py": 1,  # unfinished writes: who deletes has the claim, and no other publisher can commit
+        "publication/retention.py": 1,  # unfinished writes of dead claims
         "runs/deletion.py": 1,
         "runs/folder.py": 2,
         "runs/ledger_file.py": 1,
