@@ -35,6 +35,7 @@ from bcp.runs.states import RunStates
 from bcp.runs.tiered import MEMORY, Tiered
 from bcp.runs.words import lost_metadata
 from bcp.state.random_states import RngState
+from bcp.tiers.near import READ_BYTES
 
 __all__ = ["ResumableRun"]
 
@@ -352,7 +353,8 @@ class ResumableRun(MarkedRun):
         found = None
         if self._tiered is not None and name.startswith(MEMORY):
             found = await self._tiered.open(name.removeprefix(MEMORY))
-            options, place = replace(options, storage_options={}, record=False), found.storage
+            read_bytes = max(options.read_bytes, READ_BYTES)
+            options, place = replace(options, storage_options={}, record=False, read_bytes=read_bytes), found.storage
         call = load_call(place, states, self._framework, None, options, self._given)
         try:
             result = await call.run()

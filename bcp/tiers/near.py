@@ -31,12 +31,15 @@ from bcp.protocols import Backend, Buffer, ObjectInfo, Version, flat_view
 from bcp.runtime.threads import in_thread
 from bcp.tiers.refusals import ReadOnly
 
-__all__ = ["Copy", "NearBackend", "UnreachableError"]
+__all__ = ["READ_BYTES", "Copy", "NearBackend", "UnreachableError"]
 
 RESTART_SECONDS = 15.0
 """For an agent that has died: its parent starts it again, and a read without another copy waits for it."""
 
 NAP_SECONDS = 0.5
+
+READ_BYTES = 64 << 20
+"""The largest read of a recovery: each one passes all stages of a load, so that few large ones are faster."""
 
 PIECE_BYTES = 4 << 20
 """Blocks of so many bytes are read and compared while they are in the processor's cache."""

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
@@ -22,6 +22,7 @@ from bcp.backends import MemoryBackend
 from bcp.protocols import Coordinator, States
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
+from bcp.tiers.near import READ_BYTES
 from bcp.tiers.recovery import find_whole
 from bcp.tiers.saving import Aim
 from benchmarks.speed.state import State, gpt
@@ -41,6 +42,9 @@ __all__ = [
 ]
 
 SAVING, LOADING = bcp.SaveOptions(record=False), bcp.LoadOptions(record=False)
+RECOVERING = replace(LOADING, read_bytes=READ_BYTES)
+"""As a run has it that comes back from memory."""
+
 TOKEN = b"the secret of the benchmark's job"
 HANG_SECONDS, NAP_SECONDS = 300.0, 0.02
 
@@ -150,7 +154,7 @@ async def recover(hosts: Sequence[Host], ranks: Sequence[Coordinator], states: S
         if not memories.snapshots:
             raise RuntimeError(f"{host.folder!r} and the others have no whole snapshot")
         found = await memories.open(memories.snapshots[0].operation, MemoryBackend)
-        await bcp.aload(found.storage, own, options=LOADING, coordinator=coordinator)
+        await bcp.aload(found.storage, own, options=RECOVERING, coordinator=coordinator)
         await found.storage.aclose()
         return found.storage.read_nbytes
 
