@@ -39,6 +39,7 @@ def show(figures: Figures, outcome: Outcome) -> None:
     figures.add("  of these in lives of torchrun", outcome.by_torchrun)
     figures.add("resumptions from memory, 0 files of storage opened", outcome.near)
     figures.add("  of these by 6 ranks behind 8", outcome.fewer)
+    figures.add("resumptions from memory and storage, for an agent did not answer", outcome.unanswered)
     figures.add("resumptions from storage", outcome.far)
     figures.add("snapshots of a killed job that agents made durable", outcome.returned)
     figures.add("lives with steps lost beyond the table", len(outcome.lost), goal=0)

@@ -39,6 +39,9 @@ KINDS = "model", "optimizer"
 MOMENTUM = "state.{}.momentum_buffer"
 """Name of a momentum in a checkpoint."""
 
+NO_ANSWER = "does not serve this job"
+"""In the reason for which a copy was passed over: the next copy was read at once, as docs/tiers.md says."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -51,6 +54,7 @@ class Outcome:
         wrong: words about values, or promises other than that.
         hung: words about what has not come in time.
         near: resumptions from memory without a byte of storage.
+        unanswered: resumptions from memory that have read files in storage, for an agent did not answer in time.
         far: resumptions from storage.
         fewer: resumptions of 6 ranks without a byte of storage.
         returned: kills of all ranks behind a call, with agents, whose snapshot became durable without a further life.
@@ -65,6 +69,7 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     hung: list[str] = field(default_factory=list)
     near: int = 0
+    unanswered: int = 0
     far: int = 0
     fewer: int = 0
     returned: int = 0
@@ -157,11 +162,16 @@ class Campaign:
             self._say(self.outcome.wrong, plan, f"step {line.step} on rank {line.rank}: {line.text}")
         near = {line.hosts > 0 for line in lines}
         opened = sum(line.opened for line in lines)
-        if near == {True} and opened:
-            self._say(self.outcome.wrong, plan, f"{opened} files of storage were opened: {lines[0].text}")
-        self.outcome.near += near == {True}
+        reasons = life.passed_over() if near == {True} and opened else []
+        unanswered = bool(reasons) and all(NO_ANSWER in reason for reason in reasons)
+        if near == {True} and opened and not unanswered:
+            words = "\n".join(reasons)
+            self._say(self.outcome.wrong, plan, f"{opened} files of storage were opened: {lines[0].text}\n{words}")
+        self.outcome.unanswered += unanswered
+        is_near = near == {True} and not opened
+        self.outcome.near += is_near
         self.outcome.far += near != {True} and step > 0
-        self.outcome.fewer += near == {True} and life.size < HOSTS * PER_HOST
+        self.outcome.fewer += is_near and life.size < HOSTS * PER_HOST
         print(f"life {plan.number}: {life.size} ranks, {plan.layout}, {lines[0].text}", flush=True)
 
     def _disturb(self, plan: LifePlan, life: Life) -> None:

@@ -40,6 +40,7 @@ WARM += [
 """What each rank would import by itself, for seconds of a processor."""
 
 SHOWN = 6_000
+PASSED_OVER = "a copy of a snapshot is passed over"
 
 
 class HungError(Exception):
@@ -135,8 +136,14 @@ class Life:
 
     def words(self) -> str:
         """Return the end of what the ranks have written."""
-        text = self._errors.read_text(errors="replace") if self._errors.exists() else ""
-        return f"{self._lines[-12:]}\n{text[-SHOWN:]}"
+        return f"{self._lines[-12:]}\n{self._written()[-SHOWN:]}"
+
+    def passed_over(self) -> list[str]:
+        """Return the log lines about copies of files that were passed over for the next copy."""
+        return [line for line in self._written().splitlines() if PASSED_OVER in line]
+
+    def _written(self) -> str:
+        return self._errors.read_text(errors="replace") if self._errors.exists() else ""
 
     # -- their end ---------------------------------------------------------------------------------
 
