@@ -14,12 +14,13 @@ from bcp.backends.small import get_small
 from bcp.errors import CorruptError
 from bcp.format.metadata import LEDGER_KEY
 from bcp.protocols import Backend
+from bcp.tiers.intent import branch_words
 
 __all__ = ["has_gone_back"]
 
 
 async def has_gone_back(run: Backend, intent: Intent) -> bool:
-    """Return whether the ledger of a run names another branch than a snapshot. A ledger that is none says nothing.
+    """Return whether the ledger of a run names another branch than a snapshot. What is no ledger says nothing.
 
     Args:
         run: the durable root.
@@ -29,7 +30,7 @@ async def has_gone_back(run: Backend, intent: Intent) -> bool:
         StorageError: storage failed.
 
     """
-    with suppress(FileNotFoundError, CorruptError, ValueError, RecursionError):
+    with suppress(FileNotFoundError, CorruptError, ValueError, TypeError, KeyError, RecursionError):
         ledger = json.loads(bytes(await get_small(run, LEDGER_KEY)))
-        return isinstance(ledger, dict) and ledger.get("branch", "") != intent.branch
+        return bool(intent.branch) and branch_words(ledger["run_id"], ledger.get("branch", "")) != intent.branch
     return False

@@ -10,6 +10,7 @@ import anyio
 from bcp._log import log
 from bcp.errors import CheckpointError, StorageError
 from bcp.runs.folder import Folder
+from bcp.tiers.intent import branch_words
 
 __all__ = ["Uploads"]
 
@@ -35,7 +36,7 @@ class Uploads:
 
         """
         ledger = self._folder.ledger or await self._folder.peek()
-        return None if ledger is None else f"{ledger.run_id}/{ledger.branch}"
+        return None if ledger is None else branch_words(ledger.run_id, ledger.branch)
 
     async def end(self, uploads: Collection[tuple[str, str]]) -> None:
         """End uploads of earlier lives of the job, which nobody goes on from.

@@ -12,7 +12,7 @@ from bcp.format.container import seal, unseal
 from bcp.format.metadata import Commit
 from bcp.format.receipt import Receipt, decode_receipt
 
-__all__ = ["commit_of", "decode_intent", "encode_intent"]
+__all__ = ["branch_words", "commit_of", "decode_intent", "encode_intent"]
 
 MAGIC = b"BCPINTN"
 
@@ -42,6 +42,17 @@ def decode_intent(data: bytes, where: str) -> tuple[Intent, Receipt]:
             f"{receipt.rank} in {receipt.operation}"
         )
     return intent, receipt
+
+
+def branch_words(run_id: str, branch: str) -> str:
+    """Return the branch of a run as intents name it.
+
+    Args:
+        run_id: of the run's ledger.
+        branch: of the ledger; empty until the run goes back for the first time.
+
+    """
+    return f"{run_id}/{branch}"
 
 
 def commit_of(intent: Intent, receipts: bytes) -> Commit:

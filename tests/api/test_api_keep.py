@@ -43,7 +43,7 @@ class Job:
         async def call(rank: int, ranks: Any) -> Any:
             chosen = (options or {}).get(rank, OPTIONS)
             own = states[rank] if isinstance(states, list) else states
-            made = keep_call(self.memories[rank], Aim(step, f"step-{step}"), own, None, chosen, ranks)
+            made = keep_call(self.memories[rank], Aim(step, ""), own, None, chosen, ranks)
             return await made.run(lambda: self.went_on.append(rank))
 
         return on_ranks(WORLD, call)
@@ -219,7 +219,7 @@ def test_fewer_ranks_take_the_files_of_those_that_are_gone(job: Job, tmp_path: P
     memory = TierMemory(NodeFolder(tmp_path / "node-1"), 0)
 
     async def call(_: int, ranks: Any) -> Any:
-        return await keep_call(memory, Aim(2, "step-2"), states(2.0), None, OPTIONS, ranks).run(lambda: None)
+        return await keep_call(memory, Aim(2, ""), states(2.0), None, OPTIONS, ranks).run(lambda: None)
 
     [result] = on_ranks(1, call)
     assert {mark.operation for mark in memory.folder.data_files()} == {result.operation}

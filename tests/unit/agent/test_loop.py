@@ -16,6 +16,7 @@ import bcp
 from bcp.agent.commit import Outcome
 from bcp.agent.loop import Agent
 from bcp.backends import LocalBackend
+from bcp.runs.ledger import Ledger
 from bcp.testing.storage_fakes import FaultyBackend
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.notes import LEFT, STORING, SUPERSEDED
@@ -171,11 +172,13 @@ def test_files_that_were_deleted_behind_their_record_are_sent_again(host: Host) 
 @pytest.mark.parametrize(
     ("ledger", "is_left"),
     [
-        (b'{"branch": "b2"}', True),
-        (b"{}", True),
-        (b'{"branch": "b1"}', False),
+        (Ledger(run_id="r", owner="o", branch="b2").to_bytes(), True),
+        (Ledger(run_id="r", owner="o").to_bytes(), True),
+        (Ledger(run_id="s", owner="o", branch="b1").to_bytes(), True),
+        (Ledger(run_id="r", owner="o", branch="b1").to_bytes(), False),
         (None, False),
         (b"{", False),
+        (b"{}", False),
         (b"[]", False),
     ],
 )
@@ -183,7 +186,7 @@ def test_a_run_that_has_gone_back_gets_no_step_of_the_branch_that_it_has_left(
     ledger: bytes | None, *, is_left: bool, host: Host
 ) -> None:
     """Nobody has told the agent of a host that was left out of the later life. A ledger that is none says nothing."""
-    operation = host.keep(1, branch="b1")
+    operation = host.keep(1, branch="r/b1")
     if ledger is not None:
         host.store.root.mkdir(exist_ok=True)
         (host.store.root / "run.json").write_bytes(ledger)
