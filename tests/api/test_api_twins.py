@@ -23,6 +23,7 @@ from test_api_recover import SHAPES, Flat, values
 
 import bcp
 from bcp._calls import keep_call
+from bcp._sockets import Wire
 from bcp.agent import serve
 from bcp.agent.copying import Copier
 from bcp.agent.pace import Pace
@@ -151,13 +152,13 @@ class Job:
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Bytes that agents have sent, by the directory of the file."""
     counted: Counter[str] = Counter()
-    send = serve._send
+    send = Wire.push_file
 
-    def count(connection: Any, fd: int, start: int, nbytes: int) -> None:
+    def count(wire: Wire, fd: int, start: int, nbytes: int) -> None:
         counted[Path(f"/proc/self/fd/{fd}").readlink().parent.name] += nbytes
-        send(connection, fd, start, nbytes)
+        send(wire, fd, start, nbytes)
 
-    monkeypatch.setattr(serve, "_send", count)
+    monkeypatch.setattr(Wire, "push_file", count)
     return counted
 
 
