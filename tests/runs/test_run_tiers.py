@@ -23,7 +23,7 @@ from bcp.runtime.threads import in_thread
 from bcp.tiers.digests import digested
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.memory import TierMemory
-from bcp.tiers.notes import Mark
+from bcp.tiers.notes import LEFT, Mark
 from bcp.tiers.starting import await_agent
 
 
@@ -980,4 +980,24 @@ def test_a_newer_snapshot_that_is_not_whole_is_told(place: Place) -> None:
     [passed] = run.resumed.passed_over
     assert passed.step == 3
     assert "has gone from" in passed.reason
+    place.die(run)
+
+
+def test_a_host_that_was_left_out_commits_nothing_of_the_branch_that_the_run_has_left(place: Place) -> None:
+    """The run goes back on another host, and its agent comes late."""
+    place.train_to_4()
+    training, memory = Training(), place.memory.with_name("another-host")
+    with agent(memory, place.store):
+        run = place.run(training, tiers=bcp.Tiers(folder=memory, agent="external"))
+        assert run.resume(step=2) == 2
+        training.set(3)
+        run.save(3)
+        run.close()
+    assert place.committed() == [2, 3]
+    left = {mark.operation for mark in place.newest()}
+    with agent(place.memory, place.store):
+        until(lambda: LEFT in {NodeFolder(place.memory).ended().get(each) for each in left}, "the agent has looked")
+    assert place.committed() == [2, 3]
+    _, run = place.resumed()
+    assert run.resumed.step == 3
     place.die(run)
