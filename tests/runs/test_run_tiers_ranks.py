@@ -30,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import bcp
+from bcp._sockets import Wire
 from bcp.agent import serve
 from bcp.agent.loop import Agent
 from bcp.errors import PeerError, StorageError
@@ -296,13 +297,13 @@ def test_a_lost_host_is_replaced_by_copies(ranks4: Ranks, ranks3: Ranks, root: P
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Bytes that the agents of this process have sent, by the directory of the file."""
     counted: Counter[str] = Counter()
-    send = serve._send
+    send = Wire.push_file
 
-    def count(connection: Any, fd: int, start: int, nbytes: int) -> None:
+    def count(wire: Wire, fd: int, start: int, nbytes: int) -> None:
         counted[Path(f"/proc/self/fd/{fd}").readlink().parent.name] += nbytes
-        send(connection, fd, start, nbytes)
+        send(wire, fd, start, nbytes)
 
-    monkeypatch.setattr(serve, "_send", count)
+    monkeypatch.setattr(Wire, "push_file", count)
     return counted
 
 
