@@ -15,6 +15,7 @@ from bcp._messages.planning import Written
 from bcp._messages.tiers import Drained, Intent
 from bcp._written import check_written, decode_written
 from bcp.agent.branch import has_gone_back
+from bcp.backends import child
 from bcp.backends.small import get_small
 from bcp.format.metadata import METADATA_KEY, encode_metadata, operation_of
 from bcp.protocols import Backend, ObjectInfo
@@ -22,7 +23,7 @@ from bcp.runtime.threads import in_thread, in_thread_gc_paused
 from bcp.tiers.intent import commit_of
 from bcp.tiers.records import forget_records, records_of
 
-__all__ = ["Outcome", "commit"]
+__all__ = ["Outcome", "checkpoint_in", "commit"]
 
 
 class Outcome(Enum):
@@ -35,28 +36,26 @@ class Outcome(Enum):
     GONE = "its files in memory have made room for newer ones"
 
 
-async def commit(
-    store: Backend,
-    path: str,
-    intent: Intent,
-    layout: bytes,
-    is_left: Callable[[], bool] = bool,
-    run: Backend | None = None,
-) -> Outcome:
+def checkpoint_in(run: Backend, intent: Intent) -> Backend:
+    """Return storage at the place of the checkpoint, below the durable root."""
+    return child(run, intent.place) if intent.place else run
+
+
+async def commit(run: Backend, path: str, intent: Intent, layout: bytes, is_left: Callable[[], bool]) -> Outcome:
     """Commit a save if the files of all of its ranks are in storage.
 
     Args:
-        store: at the place of the checkpoint.
+        run: the durable root, whose ledger says whether the run has gone back.
         path: of the checkpoint, for messages.
         intent: of any rank.
         layout: the encoded layout that the intent names.
         is_left: whether the save was given up meanwhile; asked in a thread.
-        run: the durable root, whose ledger says whether the run has gone back; None for no run.
 
     Raises:
         StorageError: storage failed, or files are not there any more. The save may be committed; call again.
 
     """
+    store = checkpoint_in(run, intent)
     version = await store.version(METADATA_KEY)  # first: it is not newer than what is read then
     found = await read_committed(store)
     if intent.operation in found.operations:
@@ -70,7 +69,7 @@ async def commit(
     listed = await store.list()
     await check_written(store, path, written, listed, intent.operation, encoded=False)
     data = encode_metadata(layout, commit_of(intent, b"".join(each.digest for each in written)))
-    if (given_up := await _given_up(intent, is_left, run)) is not None:
+    if (given_up := await _given_up(run, intent, is_left)) is not None:
         return given_up
     if await store.put_if(METADATA_KEY, data, version) is None:
         return Outcome.WAITING  # somebody else was quicker: the next call finds out who
@@ -79,11 +78,11 @@ async def commit(
     return Outcome.COMMITTED
 
 
-async def _given_up(intent: Intent, is_left: Callable[[], bool], run: Backend | None) -> Outcome | None:
+async def _given_up(run: Backend, intent: Intent, is_left: Callable[[], bool]) -> Outcome | None:
     """Return the outcome of a save that a later life of the job has not gone on from; None for any other one."""
     if await in_thread(is_left):
         return Outcome.GONE
-    return Outcome.LEFT if run is not None and await has_gone_back(run, intent) else None
+    return Outcome.LEFT if await has_gone_back(run, intent) else None
 
 
 async def _written(store: Backend, intent: Intent) -> list[Written] | None:

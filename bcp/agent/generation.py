@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from bcp.agent.commit import Outcome, commit
+from bcp.agent.commit import Outcome, checkpoint_in, commit
 from bcp.agent.drain import drain
-from bcp.backends import child
 from bcp.protocols import Backend
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.notes import LEFT, Mark
@@ -37,13 +36,12 @@ async def advance(folder: NodeFolder, marks: Sequence[Mark], run: Backend, path:
             return Outcome.GONE
         intent = held[0].intent
         layout = folder.layout(intent.layout)
-        store = child(run, intent.place) if intent.place else run
 
         def is_left() -> bool:
             return folder.ended().get(intent.operation) == LEFT  # by a new life of the job
 
-        outcome = await commit(store, path, intent, layout, is_left, run)
+        outcome = await commit(run, path, intent, layout, is_left)
         if outcome is Outcome.WAITING:
-            await drain(folder.files, held, store, node, is_left)
-            outcome = Outcome.GONE if is_left() else await commit(store, path, intent, layout, is_left, run)
+            await drain(folder.files, held, checkpoint_in(run, intent), node, is_left)
+            outcome = Outcome.GONE if is_left() else await commit(run, path, intent, layout, is_left)
         return outcome

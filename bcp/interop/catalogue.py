@@ -87,6 +87,11 @@ class Piece:
         """Bytes of an element."""
         return DTYPES[self.dtype]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the box."""
+        return prod(self.length) * self.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
@@ -171,7 +176,7 @@ def _check_piece(piece: Piece, sizes: Mapping[str, int], where: str) -> None:
             f"{where}: a piece of {piece.kind} tensor {piece.name!r} at {list(piece.offset)} of shape "
             f"{list(piece.length)} lies outside of the tensor's shape {list(piece.shape)}; get the files again"
         )
-    stop, size = piece.start + prod(piece.length) * piece.itemsize, sizes.get(piece.key, 0)
+    stop, size = piece.start + piece.nbytes, sizes.get(piece.key, 0)
     if piece.start < 0 or (stop > size and 0 not in piece.length):
         raise CorruptError(
             f"{where}: {piece.kind} tensor {piece.name!r} is said to lie in bytes {piece.start} to {stop} of "

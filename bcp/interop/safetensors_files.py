@@ -11,7 +11,7 @@ from bcp.errors import CorruptError
 from bcp.interop.catalogue import DTYPES, Catalogue, Piece, check_dtype, check_shape
 from bcp.interop.reading import Opened, at_once, from_json
 
-__all__ = ["LENGTH_BYTES", "MOST_HEADER_BYTES", "NAMES", "SUFFIX", "pieces_of_files", "safetensors_file"]
+__all__ = ["CODES", "LENGTH_BYTES", "MOST_HEADER_BYTES", "NAMES", "SUFFIX", "pieces_of_files", "safetensors_file"]
 
 SUFFIX = ".safetensors"
 LENGTH_BYTES = 8
@@ -40,6 +40,9 @@ NAMES = {
     "C64": "complex64",
 }
 """torch's names of the dtypes of safetensors. Those with elements of less than a byte are none of them."""
+
+CODES = {dtype: code for code, dtype in NAMES.items()}
+"""Safetensors' names of torch's dtypes. Only readers of 2026 know F8_E4M3FNUZ, F8_E5M2FNUZ and F8_E8M0."""
 
 SHARDING = "DCP_SHARDING_INFO"
 """The key under which torch.distributed.checkpoint notes the boxes of a file."""

@@ -41,13 +41,13 @@ async def apply_deltas(chain: Chain, folder: Folder, versions: Sequence[Committe
     note, last = await folder.note(), versions[-1].index
     work = _Work(chain, folder, versions, await _digests(chain, versions[0].index.version - 1))
     changed = {name for version in versions for name in version.index.deltas}
-    sizes, todo = await folder.sizes(), list[str]()
+    sizes, behind = await folder.sizes(), list[str]()
     for names in batches(sorted(changed), lambda name: sizes.get(name, 0)):
         is_old = await on_all_cores(folder.backend, names, work.check)
-        todo += [name for name, old in zip(names, is_old, strict=True) if old]
-    if todo:
+        behind += [name for name, old in zip(names, is_old, strict=True) if old]
+    if behind:
         await folder.take_note(Note(note.version, last.publication, last.version))
-        await work.write(todo)
+        await work.write(behind)
     await folder.take_note(Note(last.version, last.publication, last.version))
     return sorted(work.repaired)
 

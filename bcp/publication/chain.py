@@ -89,7 +89,7 @@ class CommittedVersion:
 
     async def read(self, piece: Piece) -> bytes:
         """Read a tensor, or a stream."""
-        return await self.files.read(piece.key, piece.start, int(np.prod(piece.shape, dtype=object)) * piece.itemsize)
+        return await self.files.read(piece.key, piece.start, piece.nbytes)
 
 
 class Chain:
@@ -145,10 +145,7 @@ class Chain:
     async def layout(self, number: int) -> dict[str, Tensor]:
         """Return dtypes and shapes of the tensors of a version."""
         pieces = await self.pieces((await self.version(number)).index.anchor, anchor=True)
-        return {
-            name: Tensor(piece.dtype, piece.shape, piece.itemsize, int(np.prod(piece.shape)) * piece.itemsize)
-            for name, piece in pieces.items()
-        }
+        return {name: Tensor(piece.dtype, piece.shape, piece.itemsize, piece.nbytes) for name, piece in pieces.items()}
 
     async def pieces(self, number: int, *, anchor: bool) -> dict[str, Piece]:
         """Return the places of the tensors of an anchor, or of the streams of a version."""

@@ -158,14 +158,14 @@ class Folder:
 
     async def sizes(self) -> dict[str, int]:
         """Return the bytes of each tensor. Raises as :meth:`pieces`."""
-        return {name: _nbytes(piece) for name, piece in (await self.pieces()).items()}
+        return {name: piece.nbytes for name, piece in (await self.pieces()).items()}
 
     async def read(self, name: str) -> Bytes:
         """Read a tensor's bytes. Raises CorruptError if the folder has no such tensor."""
         piece = (await self.pieces()).get(name)
         if piece is None:
             raise CorruptError(f"{self.root} has no tensor {name!r}; delete the folder, and pull again")
-        data = np.empty(_nbytes(piece), np.uint8)
+        data = np.empty(piece.nbytes, np.uint8)
         if len(data):
             await self.backend.read_into(piece.key, piece.start, data.data)
         return data
@@ -197,10 +197,6 @@ def _write_at(fd: int, start: int, data: memoryview) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(fd, data[done : done + WRITE_BYTES], start + done)
-
-
-def _nbytes(piece: Piece) -> int:
-    return int(np.prod(piece.shape, dtype=object)) * piece.itemsize
 
 
 def _taken(fd: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from bcp.backends.place import Path
 from bcp.errors import InputError
-from bcp.interop.safetensors_files import NAMES
+from bcp.interop.safetensors_files import CODES
 from bcp.publication.encoding import Bytes
 from bcp.read.checkpoint import AsyncCheckpoint, Checkpoint
 from bcp.runtime.threads import in_thread
@@ -28,8 +28,6 @@ __all__ = ["Entry", "Weights", "WeightsSource", "opened_weights"]
 
 WeightsSource = Path | Checkpoint | AsyncCheckpoint | torch.nn.Module | Mapping[str, Any]
 """A path, a URL or a backend of a checkpoint, an open one, a module, or tensors by name as of ``state_dict()``."""
-
-CODES = {dtype: code for code, dtype in NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from bcp.errors import InputError
-from bcp.interop.safetensors_files import LENGTH_BYTES, MOST_HEADER_BYTES, NAMES
+from bcp.interop.safetensors_files import CODES, LENGTH_BYTES, MOST_HEADER_BYTES
 from bcp.plan.write.files import framed
 from bcp.protocols import Backend, PartWriter, flat_view
 from bcp.publication.batches import batches, on_all_cores
@@ -16,7 +16,6 @@ from bcp.runtime.threads import in_thread
 
 __all__ = ["Written", "write_anchor", "write_delta"]
 
-CODES = {dtype: code for code, dtype in NAMES.items()}
 ALIGNMENT = 64
 PART_BYTES = 32 << 20
 FILE_BYTES = 256 << 20

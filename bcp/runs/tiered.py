@@ -272,9 +272,8 @@ class Tiered:
         if self._memory is None:
             folder = NodeFolder(self._root)
             if not is_in_memory(self._root) and os.environ.get("LOCAL_RANK", "0") == "0":
-                log.warning(
-                    f"{self._root} is on a disk: saves wait for it. Pass Tiers() a folder on a tmpfs, as in /dev/shm"
-                )
+                words = "%s is on a disk: saves wait for it. Pass Tiers() a folder on a tmpfs, as in /dev/shm"
+                log.warning(words, self._root)
             self._memory = TierMemory(folder, rank, self._url)
             self._listen = self._tiers.listen or _address(world_size)
             try:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from agents import count_sent
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from tasks import on_ranks
@@ -23,7 +24,6 @@ from test_api_recover import SHAPES, Flat, values
 
 import bcp
 from bcp._calls import keep_call
-from bcp._sockets import Wire
 from bcp.agent import serve
 from bcp.agent.copying import Copier
 from bcp.agent.pace import Pace
@@ -151,15 +151,7 @@ class Job:
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Bytes that agents have sent, by the directory of the file."""
-    counted: Counter[str] = Counter()
-    send = Wire.push_file
-
-    def count(wire: Wire, fd: int, start: int, nbytes: int) -> None:
-        counted[Path(f"/proc/self/fd/{fd}").readlink().parent.name] += nbytes
-        send(wire, fd, start, nbytes)
-
-    monkeypatch.setattr(Wire, "push_file", count)
-    return counted
+    return count_sent(monkeypatch)
 
 
 @pytest.fixture

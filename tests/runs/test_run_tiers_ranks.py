@@ -19,7 +19,7 @@ import psutil
 import pytest
 import tiered_job
 import torch
-from agents import until
+from agents import count_sent, until
 from by_torchrun import torchrun
 from forked import Forked
 from ranks import Ranks
@@ -30,7 +30,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import bcp
-from bcp._sockets import Wire
 from bcp.agent import serve
 from bcp.agent.loop import Agent
 from bcp.errors import PeerError, StorageError
@@ -296,15 +295,7 @@ def test_a_lost_host_is_replaced_by_copies(ranks4: Ranks, ranks3: Ranks, root: P
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Bytes that the agents of this process have sent, by the directory of the file."""
-    counted: Counter[str] = Counter()
-    send = Wire.push_file
-
-    def count(wire: Wire, fd: int, start: int, nbytes: int) -> None:
-        counted[Path(f"/proc/self/fd/{fd}").readlink().parent.name] += nbytes
-        send(wire, fd, start, nbytes)
-
-    monkeypatch.setattr(Wire, "push_file", count)
-    return counted
+    return count_sent(monkeypatch)
 
 
 @contextmanager

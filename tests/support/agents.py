@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
+import pytest
+
+from bcp._sockets import Wire
 from bcp.agent.loop import Agent
 from bcp.agent.serve import serving
 from bcp.runtime import bridge
@@ -41,3 +45,16 @@ def until(is_true: Callable[[], object], why: str) -> None:
     while not is_true():
         assert time.monotonic() < end, why
         time.sleep(0.01)
+
+
+def count_sent(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the bytes that agents of this process send from now on, by the directory of the file."""
+    counted: Counter[str] = Counter()
+    send = Wire.push_file
+
+    def count(wire: Wire, fd: int, start: int, nbytes: int) -> None:
+        counted[Path(f"/proc/self/fd/{fd}").readlink().parent.name] += nbytes
+        send(wire, fd, start, nbytes)
+
+    patch.setattr(Wire, "push_file", count)
+    return counted

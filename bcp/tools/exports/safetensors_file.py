@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bcp.errors import InputError
-from bcp.interop.safetensors_files import LENGTH_BYTES, MOST_HEADER_BYTES, NAMES
+from bcp.interop.safetensors_files import CODES, LENGTH_BYTES, MOST_HEADER_BYTES
 from bcp.plan.write.files import framed
 from bcp.tools.exports.chosen import Chosen
 from bcp.tools.exports.streamed import TargetFile
 
 __all__ = ["check_storable", "safetensors_file"]
-
-CODES = {dtype: code for code, dtype in NAMES.items()}
-"""Safetensors' names of torch's dtypes. Only readers of 2026 know F8_E4M3FNUZ, F8_E5M2FNUZ and F8_E8M0."""
 
 ALIGNMENT = 64
 NOTES = "__metadata__"

@@ -9,7 +9,9 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
+from bcp._messages.tiers import SHARE_BYTES
 from bcp.plan.twins import Twins, choose_twins
+from bcp.plan.write.divide import SHARE
 
 LAYOUTS: dict[str, Callable[[int], list[int]]] = {
     "DDP": lambda world: [0] * world,
@@ -108,3 +110,7 @@ def test_whose_tensors_a_rank_writes() -> None:
     twins = choose_twins(np.array([0, 0, 0]), np.array([0, 0, 1]))
     assert twins.writer.tolist() == [2, 2, 0]
     assert (twins.of(0), twins.of(1), twins.of(2)) == ([2], [], [0, 1])
+
+
+def test_messages_know_the_size_of_a_row() -> None:
+    assert SHARE.itemsize == SHARE_BYTES
