@@ -63,7 +63,6 @@ def _listening(folder: NodeFolder, listen: str) -> Iterator[None]:
 
 def serve(arguments: argparse.Namespace) -> int:
     """Be the agent; return the exit code."""
-    os.nice(NICE)
     try:
         return _serve(arguments, NodeFolder(arguments.folder))
     except InputError as error:
@@ -95,9 +94,18 @@ def _serve(arguments: argparse.Namespace, folder: NodeFolder) -> int:
         threading.Thread(target=_end_at_last, args=[folder], name="bcp agent's end", daemon=True).start()
         while True:
             with _listening(folder, arguments.listen):
+                _let_others_go_first()
                 anyio.run(agent.run)
             if folder.is_to_leave() or folder.leave_serving(lock):
                 return 0
+
+
+def _let_others_go_first() -> None:
+    """Take low priority, for this thread and those that it starts from now on.
+
+    Those that it has started let other hosts read: a job waits for them, and for the start of this process.
+    """
+    os.nice(max(NICE - os.nice(0), 0))
 
 
 def _end_at_last(folder: NodeFolder) -> None:

@@ -26,7 +26,7 @@ from bcp.tiers.wire import greets
 
 __all__ = ["await_agent", "start_agent", "way_of"]
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 """For a process that imports no torch, on a host whose cores are all taken."""
 
 NAP_SECONDS = 0.05

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from agents import until
 
+from bcp.agent.host import NICE
 from bcp.tiers.folder import NodeFolder
 from bcp.tiers.starting import start_agent
 from bcp.tiers.wire import greets
@@ -45,6 +46,7 @@ def start(folder: NodeFolder, secret: str, listen: str = "127.0.0.1", pace: floa
     """Start an agent, unless it runs; return the ids of its processes. Nobody answers as its storage."""
     options = {"endpoint_url": "http://127.0.0.1:9", "key": "job", "secret": secret}
     start_agent(folder, STORE, "n0", listen, options, pace)
+    until(lambda: len(agents(folder)) == 2, "one agent, and its parent")  # the one before may be ending
     return {process.pid for process in agents(folder)}
 
 
@@ -88,6 +90,16 @@ def test_an_agent_that_is_dying_is_not_taken_for_one_that_serves(folder: NodeFol
         dead.join()
     assert len(started) == 2
     assert greets(folder.address(), 60.0)
+
+
+def test_an_agent_works_behind_others_and_answers_beside_them(folder: NodeFolder) -> None:
+    """The thread that lets readers in has the priority of the job, whose next start may wait for it."""
+    _, child = agents_in_order(folder, start(folder, "old"))
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    until(lambda: os.getpriority(os.PRIO_PROCESS, child) == max(NICE, own), "the agent lets others go first")
+    threads = [int(path.name) for path in Path(f"/proc/{child}/task").iterdir()]
+    beside = [each for each in threads if os.getpriority(os.PRIO_PROCESS, each) == own]
+    assert len(beside) >= 2, "the one that lets readers in, and the one that ends the agent at last"
 
 
 def test_an_agent_leaves_no_zombie(folder: NodeFolder) -> None:
