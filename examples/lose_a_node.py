@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,13 +65,32 @@ def train(rank: int, _: int, pipe: Connection, root: Path, nodes: Sequence[int],
             time.sleep(0.1)  # the agents copy meanwhile
 
 
+def end_agents(root: Path, nodes: Sequence[int]) -> None:
+    """Kill the agents of nodes, and wait for their ends: until then they write into the memory."""
+    memories = {str(root / f"memory-{node}") for node in nodes}
+    agents = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "bcp.agent" in words and not memories.isdisjoint(words):
+            process.kill()
+            agents.append(process)
+    psutil.wait_procs(agents)
+
+
 def lose(root: Path, node: int) -> None:
     """Let a node lose its memory and its agent, as by a loss of power."""
-    memory = str(root / f"memory-{node}")
-    for process in psutil.process_iter(["cmdline"]):
-        if "bcp.agent" in (process.info["cmdline"] or []) and memory in process.info["cmdline"]:
-            process.kill()
-    shutil.rmtree(memory)
+    end_agents(root, [node])
+    shutil.rmtree(root / f"memory-{node}")
+
+
+@contextmanager
+def a_directory() -> Iterator[Path]:
+    """Make a directory of this example. It is removed when no agent writes into it any more."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            yield Path(folder)
+        finally:
+            end_agents(Path(folder), NODES)
 
 
 def undisturbed(steps: int) -> dict[int, float]:
@@ -91,8 +110,7 @@ def is_copied(root: Path) -> bool:
 def main() -> None:
     """Lose a node, and compare the losses."""
     losses = dict[int, float]()
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
+    with a_directory() as root:
         ranks = LocalRanks(train, len(NODES), root / "meeting-1", root, NODES, None)
         first, words = ranks.pipes[0].recv()
         print(f"4 nodes: {words}")
