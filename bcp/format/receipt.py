@@ -6,6 +6,7 @@ Together, these checksums are a chain of trust from the metadata to every stored
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,16 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.stored_start)
 
+    def whole_in(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the first and the end of the blocks that lie in bytes [start, stop) of the stored file whole.
+
+        Not by numpy: its search lets go of the GIL, and gets it back late while other threads work.
+        """
+        first, last = bisect_left(self.stored_start, start), bisect_right(self.stored_start, stop) - 1
+        if last >= 0 and stop >= self.stored_start[last] + self.stored_length[last]:
+            last += 1
+        return first, max(first, last)
+
     @classmethod
     def build(cls, stored_length: npt.ArrayLike, raw_length: npt.ArrayLike, checksum: Sequence[bytes]) -> Blocks:
         """Make the table of a file from lengths; running sums are computed."""
@@ -77,8 +88,8 @@ class FileReceipt:
         """Return the rows of the blocks that hold bytes [start, stop) of the raw image; an empty range has none."""
         if start >= stop:
             return slice(0, 0)
-        first = int(np.searchsorted(self.blocks.raw_start, start, side="right")) - 1
-        return slice(max(first, 0), int(np.searchsorted(self.blocks.raw_start, stop)))
+        first = bisect_right(self.blocks.raw_start, start) - 1
+        return slice(max(first, 0), bisect_left(self.blocks.raw_start, stop))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,6 +20,7 @@ import torch
 
 from bcp._log import log
 from bcp.runtime.accelerator import lock_pages, locks_pages, unlock_pages
+from bcp.runtime.huge_pages import map_shared
 from bcp.runtime.process import in_forked_child, process_lock
 from bcp.runtime.threads import in_thread_even_if_cancelled
 
@@ -248,14 +249,15 @@ def map_file(fd: int, nbytes: int) -> torch.Tensor:
         OSError: the file cannot be mapped.
 
     """
-    return _touched(mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED), nbytes, pinned=False)
+    memory, start = map_shared(fd, nbytes)
+    return _touched(memory, nbytes, start, pinned=False)
 
 
-def _touched(memory: mmap.mmap, nbytes: int, *, pinned: bool) -> torch.Tensor:
+def _touched(memory: mmap.mmap, nbytes: int, start: int = 0, *, pinned: bool) -> torch.Tensor:
     """Bring the pages of a map into memory, and lock them; return them as a tensor that unlocks them at its end."""
     with suppress(OSError):  # advice, as above
         memory.madvise(mmap.MADV_DONTFORK)  # else dataloader workers would share it, and every write copy a page
-    array = np.frombuffer(memory, np.uint8)
+    array = np.frombuffer(memory, np.uint8, nbytes, start)
     address = array.ctypes.data
     _libc.madvise(address, nbytes, _POPULATE_WRITE)  # advice again, so its error does not count
     if pinned and not lock_pages(address, nbytes):

@@ -29,6 +29,7 @@ from bcp.format.container import digest
 from bcp.format.metadata import OPERATION, owner_of, receipt_key
 from bcp.format.receipt import Receipt
 from bcp.plan.shards import KINDS
+from bcp.runtime.huge_pages import fill_in_huge_pages
 from bcp.tiers.intent import decode_intent, encode_intent
 from bcp.tiers.locks import MEMBERS, HostLocks, held_contents, locked, opened
 from bcp.tiers.notes import (
@@ -227,6 +228,7 @@ class NodeFolder(Notes, HostLocks):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             if nbytes:
+                fill_in_huge_pages(fd, nbytes)
                 fallocate(fd, nbytes)
         except OSError as error:
             path.unlink()

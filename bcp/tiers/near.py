@@ -249,9 +249,7 @@ class PieceReader(Protocol):
 
 async def _read_checked(files: Backend, key: str, start: int, outs: Sequence[memoryview], blocks: Blocks) -> str:
     """Fill buffers, and name the first whole block that has another checksum; return an empty text for none."""
-    first = int(np.searchsorted(blocks.stored_start, start))
-    ends = blocks.stored_start + blocks.stored_length
-    stop = max(int(np.searchsorted(ends, start + sum(map(len, outs)), side="right")), first)
+    first, stop = blocks.whole_in(start, start + sum(map(len, outs)))
     before = [int(blocks.stored_start[first]) - start] if first < stop else []
     rows = np.split(np.arange(first, stop), np.flatnonzero(np.diff(blocks.stored_start[first:stop] // PIECE_BYTES)) + 1)
     pieces = cut(outs, [*before, *(int(blocks.stored_length[each].sum()) for each in rows)])
