@@ -23,6 +23,7 @@ from bcp.runtime.imports import lazy_names
 if TYPE_CHECKING:
     from bcp import extend, policies, telemetry, tools
     from bcp._api import aload, aprepare, asave, load, prepare, save, save_async
+    from bcp._choice import achoose_codecs, choose_codecs
     from bcp._pending import Pending
     from bcp._report import Report, report
     from bcp._version import __version__
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from bcp.runs.roles import Role
     from bcp.runs.run import Run
     from bcp.runs.survivors import Survivors
+    from bcp.stages.zstd import zstd
     from bcp.state.random_states import RngState
     from bcp.state.trainable import trainable
     from bcp.state.units import prefetch_data_state
@@ -76,6 +78,7 @@ __all__ = [
     "Survivors",
     "Tiers",
     "__version__",
+    "achoose_codecs",
     "acool",
     "alatest",
     "aload",
@@ -84,6 +87,7 @@ __all__ = [
     "apublish",
     "asave",
     "await_for_next",
+    "choose_codecs",
     "cool",
     "extend",
     "latest",
@@ -100,6 +104,7 @@ __all__ = [
     "tools",
     "trainable",
     "wait_for_next",
+    "zstd",
 ]
 __all__ += errors.__all__
 
@@ -108,6 +113,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
         __name__,
         {
             "bcp._api": ["aload", "aprepare", "asave", "load", "prepare", "save", "save_async"],
+            "bcp._choice": ["achoose_codecs", "choose_codecs"],
             "bcp._pending": ["Pending"],
             "bcp._report": ["Report", "report"],
             "bcp._version": ["__version__"],
@@ -133,6 +139,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.runs.roles": ["Role"],
             "bcp.runs.run": ["Run"],
             "bcp.runs.survivors": ["Survivors"],
+            "bcp.stages.zstd": ["zstd"],
             "bcp.state.random_states": ["RngState"],
             "bcp.state.trainable": ["trainable"],
             "bcp.state.units": ["prefetch_data_state"],

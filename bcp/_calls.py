@@ -16,7 +16,7 @@ from typing import Any, Generic, NoReturn, TypedDict, TypeVar
 import bcp.telemetry.otel  # noqa: F401 -- spans and metrics follow all saves and loads
 from bcp._agree import nothing_in, refuse_on_all_ranks
 from bcp._job import Job, LoadJob, OnSnapshot, Operation, Permit, SaveJob
-from bcp._workflow import aload, aprepare, asave
+from bcp._workflow import achoose, aload, aprepare, asave
 from bcp.backends import MemoryBackend
 from bcp.backends.place import Path, place_of, words_of
 from bcp.coordinators import coordinator as coordinator_for
@@ -27,9 +27,10 @@ from bcp.options import LoadOptions, SaveOptions, timeout_of, with_overrides
 from bcp.plan.shards import KINDS
 from bcp.planners import Framework
 from bcp.planners import planner as planner_for
-from bcp.protocols import REFUSED, Backend, Coordinator, Planner, States
+from bcp.protocols import REFUSED, Backend, Codec, Coordinator, Planner, States
 from bcp.runtime.device import Caller
 from bcp.runtime.threads import with_thread_setup
+from bcp.stages.zstd import zstd
 from bcp.telemetry.watch import Kind, Watch
 from bcp.tiers.memory import TierMemory
 from bcp.tiers.near import NearBackend
@@ -39,6 +40,7 @@ __all__ = [
     "LoadCall",
     "SaveCall",
     "check_kinds",
+    "choose_call",
     "keep_call",
     "load_call",
     "prepare_call",
@@ -197,6 +199,32 @@ def prepare_call(
         return replace(checked, name="prepare")
 
     return _save_call(_take_place(ranks, "begin", options, check), aprepare)
+
+
+def choose_call(
+    path: Path,
+    states: States,
+    codec: Codec | None,
+    framework: Framework,
+    storage_options: Mapping[str, Any] | None,
+    given: Coordinator | None,
+) -> SaveCall[list[Codec]]:
+    """Take this rank's place in a trial of a codec, or of :func:`zstd`."""
+    ranks, chosen = coordinator_for(given), list[Codec]()
+
+    def check() -> _Checked[SaveJob]:
+        if not isinstance(codec, Codec | None):
+            raise InputError(f"codec={codec!r} is no bcp.extend.Codec; pass one, or None for bcp.zstd()")
+        chosen.append(codec or zstd())
+        options = with_overrides(SaveOptions, None, {"storage_options": storage_options})
+        checked = _check_save("prepare", path, states, framework, None, options, ranks, background=False)
+        name = f"trial of codec {chosen[0].name}"
+        return replace(checked, name=name, does=f"{name} for {words_of(path)} with world_size={ranks.world_size}")
+
+    async def work(job: SaveJob) -> list[Codec]:
+        return await achoose(job, chosen[0])
+
+    return _save_call(_take_place(ranks, "begin", None, check), work)
 
 
 def load_call(

@@ -11,14 +11,16 @@ import pyarrow.compute  # noqa: F401 -- pyarrow would import it in the first sav
 
 from bcp import _load as loading
 from bcp import _save as saving
-from bcp._agree import any_rank, capture_error, collective_operation
+from bcp._agree import any_rank, capture_error, collective_operation, gather_broadcast, no_answer
 from bcp._job import LoadJob, SaveJob
+from bcp._log import log
+from bcp._messages.planning import CodecTrial
 from bcp._record import Record, recorded
 from bcp.errors import InputError
 from bcp.events import LoadResult, SaveResult
 from bcp.options import Graph
 from bcp.pipeline import Pipeline, run_while_opening, unwrap_stage_errors
-from bcp.protocols import Agreement, ObjectKey
+from bcp.protocols import Agreement, Codec, ObjectKey
 from bcp.read.replaced import asks_if_replaced, say_if_replaced
 from bcp.read.source import Source
 from bcp.read.tensors import lay_out, load_context
@@ -31,7 +33,7 @@ from bcp.stages.save import SaveContext, Staging, Writers, save_graph
 from bcp.state.guard import being_loaded
 from bcp.telemetry.progress import progress_bar
 
-__all__ = ["aload", "aprepare", "asave", "edited", "plan_save", "write_parts"]
+__all__ = ["achoose", "aload", "aprepare", "asave", "edited", "plan_save", "write_parts"]
 
 
 # -- save ----------------------------------------------------------------------------------------
@@ -133,6 +135,28 @@ async def aprepare(job: SaveJob) -> None:
     pool = pool_for(accelerators(held.shards.tensors, held.address))
     sizes, most = saving.first_sizes(items, job.options), saving.pinned_nbytes(job.options)
     await in_thread(partial(pool.reserve, sizes, most=most))
+
+
+@collect_failure_garbage()
+async def achoose(job: SaveJob, codec: Codec) -> list[Codec]:
+    """Try a codec and the storage on all ranks at once; return the codec if saves end clearly sooner with it."""
+
+    async def answer(messages: Sequence[bytes]) -> bytes:
+        trials = CodecTrial.decode_all(messages)
+        chosen = saving.pays(trials)
+        log.info("a codec was tried", codec=codec.name, chosen=chosen, **saving.measured(trials))
+        return b"chosen" if chosen else b""
+
+    async with job.opened, collective_operation(job.operation) as agreement:
+        held = await capture_error(in_thread_gc_paused(saving.collect_local_state, job))
+        if not isinstance(held, saving.LocalState):
+            await gather_broadcast(agreement, "begin", job.rank, held, no_answer)
+            raise held
+        await gather_broadcast(agreement, "begin", job.rank, b"", no_answer)
+        trial = await capture_error(saving.tried(job.backend, held, codec))
+        own = trial.encode() if isinstance(trial, CodecTrial) else trial
+        chosen = await gather_broadcast(agreement, "codecs", job.rank, own, answer)
+    return [codec] if chosen else []
 
 
 # -- load ----------------------------------------------------------------------------------------

@@ -13,13 +13,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bcp._messages.base import Count, Message, expect, prepare
+from bcp._messages.base import Count, Message, Seconds, expect, prepare
 
 __all__ = [
     "DIGEST_BYTES",
     "BlockRuns",
     "CatalogueColumns",
     "Claim",
+    "CodecTrial",
     "DifferingReplicas",
     "Ints",
     "LoadAnswer",
@@ -175,6 +176,17 @@ class Written(Message, frozen=True, array_like=True, tag=False):
 
     def __post_init__(self) -> None:
         expect(_whole(self.files, 9), reason="rows of files are cut off")
+
+
+class CodecTrial(Message, frozen=True, array_like=True, tag=False):
+    """How fast a rank's codec is, and how fast storage takes the rank's bytes."""
+
+    nbytes: Count  # bytes of the rank's state
+    sample: Count  # bytes of it that were encoded
+    stored: Count  # bytes that they became
+    encode_seconds: Seconds  # for the sample, with all of the codec's workers at work
+    written: Annotated[int, msgspec.Meta(gt=0, le=(1 << 63) - 1)]  # bytes that were written
+    written_seconds: Seconds  # for them, beside those of all other ranks
 
 
 # -- loads ------------------------------------------------------------------------------------

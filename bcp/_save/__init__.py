@@ -1,8 +1,9 @@
 """The steps of a save, in the order in which ``_workflow.asave`` takes them."""
 
+from bcp._save.codec_trial import measured, pays, tried
 from bcp._save.failures import CleanUp, not_replaced, put_back, undone_on_error
 from bcp._save.leader import BLOCK_BYTES, Opening, Planned, commit_save
-from bcp._save.local_state import LocalState
+from bcp._save.local_state import LocalState, collect_local_state
 from bcp._save.parts import (
     contents,
     make_receipt,
@@ -24,15 +25,18 @@ __all__ = [
     "Planned",
     "SavePlan",
     "Snapshot",
+    "collect_local_state",
     "commit_save",
     "contents",
     "first_sizes",
     "known_replicas",
     "make_receipt",
+    "measured",
     "not_replaced",
     "only_save_to",
     "open_files",
     "owned_values",
+    "pays",
     "pinned_nbytes",
     "plan_writes",
     "put_back",
@@ -40,6 +44,7 @@ __all__ = [
     "read_share",
     "rehearse",
     "result",
+    "tried",
     "twin_items",
     "undone_on_error",
     "write_items",

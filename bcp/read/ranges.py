@@ -15,7 +15,7 @@ from bcp.plan.read.copies import Chunk
 from bcp.read.source import Source
 from bcp.runtime.threads import in_thread
 from bcp.stages.items import ReadItem, Stored
-from bcp.stages.load import check, decoded
+from bcp.stages.load import check, decoded, require_codecs
 from bcp.stages.memcpy import bytes_of
 
 __all__ = ["check_sizes", "range_item", "read_ranges"]
@@ -75,7 +75,7 @@ def _checked(source: Source, stored: Stored) -> torch.Tensor:
     if source.options.verify:
         check(stored, item.file, source.rank)
     if item.file.codecs:
-        codecs = {codec.name: codec for codec in source.options.codecs}
+        codecs = require_codecs(item.file.codecs, source.options.codecs)
         image = decoded(stored, item.file, codecs, source.rank)
     first = item.file.data_start + item.chunk.start - int(item.file.blocks.raw_start[item.rows.start])
     return image[first : first + item.chunk.nbytes]

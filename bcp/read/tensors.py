@@ -147,7 +147,7 @@ def load_context(
         lease=lease,
         targets=targets,
         assignment=assignment,
-        codecs={codec.name: codec for codec in source.options.codecs},
+        codecs=require_codecs(source.metadata.commit.codecs, source.options.codecs),
         verify=source.options.verify,
         all_to_all=all_to_all,
         device=device,

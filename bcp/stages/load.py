@@ -25,6 +25,7 @@ from bcp.protocols import Backend, Buffer, Codec, ScatterReader, flat_view
 from bcp.runtime.device import Mark
 from bcp.runtime.staging import Lease
 from bcp.runtime.threads import in_thread
+from bcp.stages import zstd
 from bcp.stages.items import Loaded, ReadItem, Stored
 from bcp.stages.memcpy import bytes_of
 from bcp.stages.place import LoadBuffers
@@ -273,8 +274,16 @@ def _deserialize(context: LoadContext, stored: Stored, chunk: Chunk, file: FileR
 
 
 def require_codecs(names: Sequence[str], codecs: Sequence[Codec]) -> dict[str, Codec]:
-    """Return the codecs by name, or say which one of those that the checkpoint needs is missing."""
+    """Return the codecs by name, or say which one of those that the checkpoint needs is missing.
+
+    Raises:
+        MissingCodecError: one is neither passed nor bcp's own.
+        MissingExtraError: bcp's own needs a package.
+
+    """
     known = {codec.name: codec for codec in codecs}
+    if zstd.NAME in names and zstd.NAME not in known:
+        known[zstd.NAME] = zstd.zstd()
     missing = [name for name in names if name not in known]
     if missing:
         raise MissingCodecError(

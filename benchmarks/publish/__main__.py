@@ -1,4 +1,4 @@
-"""What a publication of weights costs a step of an RL run, and whether it survives kills.
+"""What a publication of weights costs a step of an RL run, whether it survives kills, and when a save is compressed.
 
     python -m benchmarks.publish [--quick] [--json FILE] [--check] [--model FOLDER] [--kills N] [--seed N]
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.figures import Figures, parser
+from benchmarks.publish.codecs import codecs
 from benchmarks.publish.kills import kills
 from benchmarks.publish.sizes import sizes
 from benchmarks.publish.training import real_weights
@@ -36,6 +37,8 @@ def main() -> int:
     count = chosen.kills if chosen.kills is not None else QUICK_KILLS if chosen.quick else KILLS
     with TemporaryDirectory() as folder:
         kills(count, chosen.seed, Path(folder), figures)
+    with TemporaryDirectory(dir=Path()) as folder:
+        codecs(weights, Path(folder).absolute(), figures)
     return figures.close(chosen)
 
 

@@ -39,6 +39,17 @@ class Training:
         self._optimizer.step()
         return self.weights()
 
+    def states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Train a step; return the fp32 masters and their moments."""
+        self.step()
+        moments = {
+            f"{name}.{key}": value
+            for name, master in self._masters.items()
+            for key, value in self._optimizer.state[master].items()
+        }
+        masters = {name: master.detach() for name, master in self._masters.items()}
+        return {"model": {**masters, **moments}}
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights as an engine gets them."""
         return {name: master.detach().bfloat16() for name, master in self._masters.items()}

@@ -14,7 +14,14 @@ from servers.chromium import browser, tab
 import bcp
 
 ROOT = Path(__file__).parents[2]
-ONE_PROCESS = ["quickstart.py", "async_harness.py", "custom_stage.py", "codec_zstd.py", "partial_load.py"]
+ONE_PROCESS = [
+    "quickstart.py",
+    "async_harness.py",
+    "custom_stage.py",
+    "codec_zstd.py",
+    "partial_load.py",
+    "quantised_moments.py",
+]
 LAUNCHED = {"gpt.py", "train_gpt.py", "demo.py", "demo_plot.py"}  # test_demo below runs all four
 OF_RANKS = {"local_ranks.py", "dataloader_reshard.py", "data_rl.py", "lose_a_node.py"}
 

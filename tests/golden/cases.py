@@ -105,6 +105,7 @@ def codecs_of(names: tuple[str, ...] | list[str]) -> list[bcp.extend.Codec]:
 
     known = {
         "zstd": (lambda data: zstandard.compress(data, 3), zstandard.decompress),
+        "bcp.zstd": (bcp.zstd().encode, bcp.zstd().decode),
         "reversed": (_turned, _turned),
         "marked": (_marked, _unmarked),
     }
@@ -452,6 +453,11 @@ CASES: dict[str, Case] = {
     "dtypes": Case("Nested dicts of tensors of every dtype, odd shapes, unusual bits, ties, and values.", dtypes),
     "settings": Case("An optimizer whose parameter group has a value of each form of a receipt.", settings),
     "values": Case("Extra states and a dataloader with values of every type, and no tensors of a model.", values),
+    "bcp-zstd": Case(
+        "A module and its AdamW through bcp's own codec, which loads know.",
+        partial(encoded, names=("bcp.zstd",)),
+        codecs=("bcp.zstd",),
+    ),
     "zstd": Case("A module and its AdamW through the codec zstd.", partial(encoded, names=("zstd",)), codecs=("zstd",)),
     "codec-pair": Case(
         "A module and its AdamW through two codecs that do not commute.",
