@@ -29,7 +29,17 @@ from bcp.tiers.digests import digested
 from bcp.tiers.folder import Held, NodeFolder
 from bcp.tiers.notes import Mark
 from bcp.tiers.parity_files import operation_in
-from bcp.tiers.wire import LIVING, OFFER, Status, StrangerError, pull_request, push_answer, split_address, welcome
+from bcp.tiers.wire import (
+    LIVING,
+    OFFER,
+    Status,
+    StrangerError,
+    check_address,
+    pull_request,
+    push_answer,
+    split_address,
+    welcome,
+)
 
 __all__ = ["MemoryServer", "serving"]
 
@@ -51,6 +61,7 @@ def serving(folder: NodeFolder, listen: str) -> Iterator[None]:
     if not listen:
         yield
         return
+    check_address(listen)
     with _server(folder, *split_address(listen)) as server:
         shown = f"[{server.address[0]}]" if ":" in server.address[0] else server.address[0]
         folder.put_port(server.address[1])

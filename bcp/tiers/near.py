@@ -178,17 +178,20 @@ class NearBackend(ReadOnly):
 
         """
         until, copies, damaged = time.monotonic() + RESTART_SECONDS, self._copies.get(rank, ()), list[Passed]()
+        told = set[tuple[str, str]]()
         while True:
             passed = []
             for copy in copies:
                 try:
                     wrong = await read(copy)
                 except (FileNotFoundError, CheckpointError, InputError, StorageError) as error:
-                    passed.append(self._failed(copy, key, error))
+                    failed = isinstance(error, StorageError) and copy.kind != "here"
+                    reason = str(error) or "it is missing"
+                    passed.append(self._pass_over(copy, key, reason, told, is_certain=not failed))
                     continue
                 if not wrong:
                     return
-                passed.append(self._pass_over(copy, key, wrong))
+                passed.append(self._pass_over(copy, key, wrong, told))
             lost = self._lost(key, [*damaged, *passed])
             if not isinstance(lost, UnreachableError) or time.monotonic() > until:
                 raise lost
@@ -213,15 +216,16 @@ class NearBackend(ReadOnly):
             raise FileNotFoundError(f"{self!r} has no {key}")
         return owner[0]
 
-    def _failed(self, copy: Copy, key: str, error: Exception) -> Passed:
-        failed = isinstance(error, StorageError) and copy.kind != "here"
-        return self._pass_over(copy, key, str(error) or "it is missing", is_certain=not failed)
-
-    def _pass_over(self, copy: Copy, key: str, reason: str, *, is_certain: bool = True) -> Passed:
-        self.passed_over[copy.name] += 1
-        now, said = time.monotonic(), hidden(f"{key}: {reason}")
-        emit(TierEvent("passed_over", None, self._commit.operation, now, place=copy.name, said=said))
-        log.warning("a copy of a snapshot is passed over", copy=copy.name, key=key, reason=reason)
+    def _pass_over(
+        self, copy: Copy, key: str, reason: str, told: set[tuple[str, str]], *, is_certain: bool = True
+    ) -> Passed:
+        """Note that a copy cannot be used; count and tell each reason once in one read."""
+        if (copy.name, reason) not in told:
+            told.add((copy.name, reason))
+            self.passed_over[copy.name] += 1
+            now, said = time.monotonic(), hidden(f"{key}: {reason}")
+            emit(TierEvent("passed_over", None, self._commit.operation, now, place=copy.name, said=said))
+            log.warning("a copy of a snapshot is passed over", copy=copy.name, key=key, reason=reason)
         return Passed(copy, f"{copy.name}: {reason}", is_certain)
 
     def _lost(self, key: str, passed: Sequence[Passed]) -> CorruptError | StorageError:

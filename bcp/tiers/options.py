@@ -10,6 +10,7 @@ from typing import Literal
 
 from bcp.errors import InputError
 from bcp.events import OWN_HOST, REBUILT, STORED
+from bcp.tiers.wire import check_address
 
 __all__ = ["Tiers"]
 
@@ -88,6 +89,8 @@ class Tiers:
             text = getattr(self, name)
             if text is not None and not (isinstance(text, str) and text and text.isprintable()):
                 raise InputError(f"Tiers({name}={text!r}): pass a text, or None")
+        if self.listen is not None:
+            check_address(self.listen)
         if self.node in (OWN_HOST, REBUILT, STORED):
             raise InputError(f"Tiers(node={self.node!r}) is a word of reports about resumptions: give the host a name")
         self._check_folder()

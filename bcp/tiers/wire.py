@@ -7,6 +7,7 @@ a length, and so many bytes of a file or of words.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import secrets
 import socket
 import struct
@@ -15,13 +16,14 @@ from enum import IntEnum
 from bcp._messages.base import decode_either
 from bcp._messages.tiers import Post, Want
 from bcp._sockets import Wire, proof
-from bcp.errors import MessageError, StorageError
+from bcp.errors import InputError, MessageError, StorageError
 
 __all__ = [
     "LIVING",
     "OFFER",
     "Status",
     "StrangerError",
+    "check_address",
     "dial",
     "greets",
     "pull_head",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 NONCE_BYTES, PROOF_BYTES = 16, 32
+LAST_PORT = 65535
 REQUEST = struct.Struct("<I")
 ANSWER = struct.Struct("<BQ")
 MOST_REQUEST_BYTES = 4096
@@ -156,3 +159,19 @@ def split_address(text: str) -> tuple[str, int]:
     if not port.isdecimal() or (":" in host and not host.endswith("]")):  # an address of IPv6 alone has no port
         host, port = text, "0"
     return host.strip("[]"), int(port)
+
+
+def check_address(text: str) -> None:
+    """Raise InputError unless a text is an address to listen at, as :func:`split_address` takes it apart."""
+    host, port = split_address(text)
+    is_closed = text.count("[") == text.count("]")
+    if not (host and is_closed) or port > LAST_PORT or (":" in host and not _is_ipv6(host)):
+        raise InputError(f"{text!r} is no address: write HOST or HOST:PORT, as 10.0.0.7:7000 or [fe80::1]:7000")
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True

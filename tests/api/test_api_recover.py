@@ -491,9 +491,12 @@ def test_an_agent_that_starts_again_is_waited_for(hosts: Hosts, monkeypatch: pyt
             await _refuse(operation, key)
 
     memory.before = refuse_twice  # type: ignore[method-assign]  # each call
-    assert hosts.load(hosts.find((0, 1, 0), {"node-1": memory})) == 4
+    found = hosts.find((0, 1, 0), {"node-1": memory})
+    assert hosts.load(found) == 4
     assert refusals
     assert min(refusals.values()) > 2
+    count = sum(each.storage.passed_over["host node-1"] for each in found if each)
+    assert count <= 3 * len(refusals), "a reason is told once in a read, and not at each try"
 
 
 def test_an_agent_that_stays_away_ends_the_load(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
