@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bcp.plan.read.renames import Moved
     from bcp.planners import Framework, MegatronRng
     from bcp.protocols import RetryPolicy
-    from bcp.publication.publishing import PublishResult, apublish, publish
+    from bcp.publication.publishing import PublishResult, apublish, publish, publish_async
     from bcp.publication.subscriber import PullResult, Subscriber
     from bcp.read.checkpoint import AsyncCheckpoint, Checkpoint
     from bcp.runs.following import await_for_next, wait_for_next
@@ -97,6 +97,7 @@ __all__ = [
     "prepare",
     "promote",
     "publish",
+    "publish_async",
     "report",
     "save",
     "save_async",
@@ -129,7 +130,7 @@ if not TYPE_CHECKING:  # a type checker that saw a __getattr__ would accept ever
             "bcp.planners": ["Framework", "MegatronRng"],
             "bcp.policies": [],
             "bcp.protocols": ["RetryPolicy"],
-            "bcp.publication.publishing": ["PublishResult", "apublish", "publish"],
+            "bcp.publication.publishing": ["PublishResult", "apublish", "publish", "publish_async"],
             "bcp.publication.subscriber": ["PullResult", "Subscriber"],
             "bcp.read.checkpoint": ["AsyncCheckpoint", "Checkpoint"],
             "bcp.runs.following": ["await_for_next", "wait_for_next"],

@@ -46,6 +46,7 @@ __all__ = [
     "prepare_call",
     "require_asyncio",
     "save_call",
+    "snapshot_call",
 ]
 
 T = TypeVar("T")
@@ -184,6 +185,40 @@ def keep_call(
         return replace(kept, path=str(memory.folder.root))
 
     return _save_call(_take_place(ranks, "begin", options, check), work)
+
+
+def snapshot_call(
+    name: str,
+    check: Callable[[], str],
+    states: States,
+    framework: Framework,
+    options: SaveOptions,
+    given: Coordinator | None,
+    work: Callable[[SaveJob], Awaitable[T]],
+    *,
+    background: bool,
+) -> SaveCall[T]:
+    """Take this rank's place in an operation that plans a save of the states, and stores them in a way of its own.
+
+    Args:
+        name: of the call, for messages.
+        check: refuses arguments by an error; returns the words that all ranks have to agree on.
+        states: as in :func:`save_call`, like all others.
+        framework: see there.
+        options: see there.
+        given: see there.
+        work: does the work.
+        background: see there.
+
+    """
+    ranks = coordinator_for(given)
+
+    def checked() -> _Checked[SaveJob]:
+        does, place = check(), MemoryBackend("publish()")
+        made = _check_save("prepare", place, states, framework, None, options, ranks, background=background)
+        return replace(made, name=name, does=f"{does} with world_size={ranks.world_size}")
+
+    return _save_call(_take_place(ranks, "begin", options, checked), work)
 
 
 def prepare_call(

@@ -13,7 +13,7 @@ from bcp.errors import CorruptError, NotACheckpointError
 from bcp.publication.batches import batches, on_all_cores
 from bcp.publication.chain import Chain, CommittedVersion
 from bcp.publication.encoding import Bytes, apply, digest
-from bcp.publication.folder import Folder, Note
+from bcp.publication.folder import Note, PulledFolder
 from bcp.runtime.threads import in_thread
 
 __all__ = ["apply_deltas"]
@@ -22,7 +22,7 @@ HELD_BYTES = 256 << 20
 """Bytes of new tensors that stay in memory between their check and their write. Others are computed again."""
 
 
-async def apply_deltas(chain: Chain, folder: Folder, versions: Sequence[CommittedVersion]) -> Sequence[str]:
+async def apply_deltas(chain: Chain, folder: PulledFolder, versions: Sequence[CommittedVersion]) -> Sequence[str]:
     """Apply deltas. Each tensor is written once, and all are checked before the first one is written.
 
     Args:
@@ -75,7 +75,7 @@ class _Work:
     """
 
     chain: Chain
-    folder: Folder
+    folder: PulledFolder
     versions: Sequence[CommittedVersion]
     old: Mapping[str, str]
     held: dict[str, Bytes] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from bcp.publication.index import INDEX
 from bcp.runtime.threads import in_thread
 from bcp.tools.exports.companions import is_companion
 
-__all__ = ["NOTE", "Folder", "Note"]
+__all__ = ["NOTE", "Note", "PulledFolder"]
 
 NOTE, LOCK = ".bcp-pull.json", ".bcp-pull.lock"
 PAUSE_SECONDS = 0.05
@@ -53,7 +53,7 @@ class Note:
         return self.version == self.towards > 0
 
 
-class Folder:
+class PulledFolder:
     """The folder of a subscriber. One process at a time changes it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -1,30 +1,40 @@
-"""Where published weights come from: a checkpoint, or live tensors of this process."""
+"""Where published weights come from: a checkpoint, or the live tensors of a job."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from bcp.backends.place import Path
 from bcp.errors import InputError
-from bcp.interop.safetensors_files import CODES
+from bcp.plan.layout import Layout
 from bcp.publication.encoding import Bytes
 from bcp.read.checkpoint import AsyncCheckpoint, Checkpoint
-from bcp.runtime.threads import in_thread
 from bcp.stages.load import require_codecs
 from bcp.stages.memcpy import bytes_row_of
-from bcp.state.dtensor import is_dtensor
-from bcp.state.hooks import is_sharded_tensor
-from bcp.tools.exports.chosen import Choice, DType, Rename, choose, float_dtype, new_names
-from bcp.tools.exports.hf import best_name, untied
+from bcp.tools.exports.chosen import Choice, Chosen, DType, Rename, choose, choose_rows
+from bcp.tools.exports.hf import untied
 from bcp.tools.exports.safetensors_file import check_storable
 
-__all__ = ["Entry", "Weights", "WeightsSource", "opened_weights"]
+__all__ = [
+    "Entry",
+    "Order",
+    "OwnWeights",
+    "S",
+    "SavedWeights",
+    "Sized",
+    "Weights",
+    "WeightsSource",
+    "check_live",
+    "is_live",
+    "live_tensors",
+    "opened_weights",
+]
 
 WeightsSource = Path | Checkpoint | AsyncCheckpoint | torch.nn.Module | Mapping[str, Any]
 """A path, a URL or a backend of a checkpoint, an open one, a module, or tensors by name as of ``state_dict()``."""
@@ -54,36 +64,88 @@ class Entry:
 Weights = Sequence[Entry]
 
 
+class Sized(Protocol):
+    """A tensor whose size is known."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+
+
+S = TypeVar("S", bound=Sized)
+T = TypeVar("T")
+
+
+class Order(Protocol):
+    """Puts tensors into the order in which they are read."""
+
+    def __call__(self, tensors: Sequence[S], /) -> Sequence[S]:
+        """Return the tensors in order."""
+
+
+class OwnWeights(Protocol):
+    """The tensors of a version that this rank writes."""
+
+    @property
+    def own(self) -> Weights:
+        """The tensors, sorted by name. They can be read within :meth:`reading`."""
+
+    def reading(self, order: Order) -> AbstractAsyncContextManager[None]:
+        """Read each tensor once, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    """The tensors of a checkpoint, which are read at any time.
+
+    Attributes:
+        own: all of them.
+    """
+
+    own: Weights
+
+    def reading(self, order: Order) -> AbstractAsyncContextManager[None]:
+        """Do nothing."""
+        del order
+        return nullcontext()
+
+
 async def opened_weights(
-    source: WeightsSource,
+    source: Path | Checkpoint | AsyncCheckpoint,
     rename: Rename,
     dtype: DType,
     storage_options: Mapping[str, Any] | None,
     stack: AsyncExitStack,
-) -> Weights:
-    """Return the tensors of a source, sorted by name. A tied tensor comes once, under the name that engines look for.
+) -> SavedWeights:
+    """Return the tensors of a checkpoint, sorted by name.
+
+    A tied tensor comes once, under the name that engines look for.
 
     Args:
-        source: the weights.
+        source: the checkpoint.
         rename: new names by old ones, or a function.
         dtype: of floating tensors; None for their own.
         storage_options: for the file system of a checkpoint's URL.
         stack: closes the checkpoint.
 
     Raises:
-        InputError: the source has no tensors, or tensors that one process does not have whole.
+        InputError: the checkpoint has no tensors.
         NotACheckpointError: there is no checkpoint.
 
     """
-    if isinstance(source, torch.nn.Module):
-        source = source.state_dict(keep_vars=True)
-    if isinstance(source, Mapping):
-        found = _live(source, rename, dtype)
-    else:
-        found = await _saved(source, rename, dtype, storage_options, stack)
+    found = await _saved(source, rename, dtype, storage_options, stack)
+    return SavedWeights(sorted(_some(found), key=lambda entry: entry.name))
+
+
+def _some(found: list[T]) -> list[T]:
+    """Return tensors. Raises InputError for none."""
     if not found:
         raise InputError("the source has no tensors to publish; pass a model, its state_dict(), or a checkpoint")
-    return sorted(found, key=lambda entry: entry.name)
+    return found
 
 
 # -- a checkpoint ------------------------------------------------------------------------------------
@@ -118,61 +180,47 @@ class _Saved:
 
     async def __call__(self) -> Bytes:
         tensor = await self.ckpt.read(self.name, dtype=getattr(torch, self.dtype))
-        return await in_thread(_bytes, tensor, tensor.dtype)
+        return np.asarray(bytes_row_of(tensor.contiguous()).numpy())
 
 
 # -- live tensors ------------------------------------------------------------------------------------
 
 
-def _live(tensors: Mapping[str, Any], rename: Rename, dtype: DType) -> list[Entry]:
-    """List the tensors of a mapping; entries that are no tensors are refused."""
-    cast = float_dtype(dtype)
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for name, value in tensors.items():
-        groups.setdefault(_place(name, value), []).append(name)
-    names = new_names(rename, list(tensors))
-    entries = []
-    for group in groups.values():
-        saved = best_name(group, key=names.__getitem__)
-        tensor = tensors[saved]
-        name = cast if cast is not None and tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
-        if name not in CODES:
-            raise InputError(f"tensor {saved!r}: safetensors has no dtype {name}; leave the tensor out, or pass dtype=")
-        wanted: torch.dtype = getattr(torch, name)
-        nbytes = tensor.numel() * wanted.itemsize
-        entries.append(Entry(names[saved], name, tuple(tensor.shape), wanted.itemsize, nbytes, _Live(tensor, wanted)))
-    return entries
+def is_live(source: object) -> bool:
+    """Whether a source is a module, or tensors by name."""
+    return isinstance(source, torch.nn.Module | Mapping)
 
 
-def _place(name: object, value: Any) -> tuple[object, ...]:
-    """Return what tied tensors have in common. Raises InputError for what cannot be published."""
-    if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+def check_live(source: object) -> None:
+    """Check that tensors by name have names, and bytes. Raises InputError for others; a planner checks modules."""
+    if not isinstance(source, Mapping):
+        return
+    for name, value in source.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise InputError(
+                f"source has {name!r}, a {type(value).__name__} and no tensor; pass a state_dict of tensors by name, "
+                "or leave the entry out"
+            )
+        if value.device.type == "meta" or value.layout is not torch.strided or value.is_quantized:
+            raise InputError(f"tensor {name!r} is on the meta device, sparse or quantized, and has no bytes to publish")
+
+
+def live_tensors(layout: Layout, rename: Rename, dtype: DType) -> list[Chosen]:
+    """Return the tensors of a live model, sorted by name. A tied tensor comes once, as from a checkpoint.
+
+    Args:
+        layout: of the model.
+        rename: new names by old ones, or a function.
+        dtype: of floating tensors; None for their own.
+
+    Raises:
+        InputError: the model has no tensors, or a tensor of a dtype that safetensors lacks.
+
+    """
+    if layout.objects:
         raise InputError(
-            f"source has {name!r}, a {type(value).__name__} and no tensor; pass a state_dict of tensors by name, or "
-            "leave the entry out"
+            f"the source has {layout.objects[0][1]!r}, which is no tensor; pass a state_dict of tensors by name"
         )
-    if is_dtensor(value) or is_sharded_tensor(value):
-        raise InputError(
-            f"tensor {name!r} is sharded over ranks, and a live model has to be whole in one process; save a "
-            "checkpoint and publish that, or gather the state_dict on one rank"
-        )
-    if value.device.type == "meta" or value.layout is not torch.strided or value.is_quantized:
-        raise InputError(f"tensor {name!r} is on the meta device, sparse or quantized, and has no bytes to publish")
-    if not value.numel():
-        return (name,)
-    return (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    tensor: torch.Tensor
-    dtype: torch.dtype
-
-    async def __call__(self) -> Bytes:
-        return await in_thread(_bytes, self.tensor, self.dtype)
-
-
-def _bytes(tensor: torch.Tensor, dtype: torch.dtype) -> Bytes:
-    """Return the row-major bytes of a tensor in host memory, as a dtype; a view of them where that is possible."""
-    whole = tensor.detach().to(device="cpu", dtype=dtype).resolve_conj().resolve_neg().contiguous()
-    return np.asarray(bytes_row_of(whole).numpy())
+    tensors, _ = untied(choose_rows(layout, range(len(layout.tensors)), dtype, rename))
+    check_storable(tensors)
+    return sorted(_some(tensors), key=lambda each: each.name)

@@ -17,7 +17,7 @@ from bcp.publication.applying import apply_deltas
 from bcp.publication.chain import Chain, CommittedVersion
 from bcp.publication.claims import latest_of
 from bcp.publication.encoding import Bytes, changed, check_zstandard, digest
-from bcp.publication.folder import Folder, Note
+from bcp.publication.folder import Note, PulledFolder
 from bcp.publication.index import whole
 from bcp.runtime.imports import imported
 from bcp.runtime.threads import in_thread
@@ -98,7 +98,7 @@ class Subscriber:
         check_zstandard()
         self._open = partial(place_of, url, None, storage_options)
         self.path = self._open().path
-        self._folder = Folder(folder)
+        self._folder = PulledFolder(folder)
 
     def __repr__(self) -> str:
         return f"<Subscriber of {shown(self.path)} in {self._folder.root}>"

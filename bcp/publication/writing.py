@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from bcp.errors import InputError
 from bcp.interop.safetensors_files import CODES, LENGTH_BYTES, MOST_HEADER_BYTES
@@ -11,10 +12,10 @@ from bcp.plan.write.files import framed
 from bcp.protocols import Backend, PartWriter, flat_view
 from bcp.publication.batches import batches, on_all_cores
 from bcp.publication.encoding import Bytes, digest, pack
-from bcp.publication.sources import Entry, Weights
+from bcp.publication.sources import Entry, S, Sized, Weights
 from bcp.runtime.threads import in_thread
 
-__all__ = ["Written", "write_anchor", "write_delta"]
+__all__ = ["Kept", "Written", "anchor_groups", "write_anchor", "write_delta"]
 
 ALIGNMENT = 64
 PART_BYTES = 32 << 20
@@ -37,7 +38,23 @@ class Written:
     nbytes: int = 0
 
 
-async def write_anchor(backend: Backend, tag: str, weights: Weights, shard_bytes: int) -> Written:
+class Kept(Protocol):
+    """The tensors of the version before, and a place for those of the new one."""
+
+    async def old(self, name: str) -> Bytes:
+        """Read a tensor of the version before. The caller may write to the array."""
+
+    async def keep(self, digest: str, data: Bytes) -> None:
+        """Take a new tensor, for the delta of the next version."""
+
+
+def anchor_groups(tensors: Sequence[S], shard_bytes: int) -> list[list[S]]:
+    """Return the tensors of each file of an anchor, in the order of the file: larger elements first."""
+    groups = batches(tensors, _nbytes, shard_bytes)
+    return [sorted(group, key=lambda each: -each.itemsize) for group in groups]
+
+
+async def write_anchor(backend: Backend, tag: str, weights: Weights, shard_bytes: int, kept: Kept) -> Written:
     """Write all tensors to a version's folder, each read once and one at a time.
 
     Args:
@@ -45,6 +62,7 @@ async def write_anchor(backend: Backend, tag: str, weights: Weights, shard_bytes
         tag: at the end of the names of files.
         weights: the tensors.
         shard_bytes: bytes of tensors in a file, at most; a larger tensor has a file of its own.
+        kept: takes the tensors.
 
     Raises:
         InputError: the header of a file is longer than readers take.
@@ -53,8 +71,7 @@ async def write_anchor(backend: Backend, tag: str, weights: Weights, shard_bytes
 
     """
     written = Written()
-    for number, group in enumerate(batches(weights, _nbytes, shard_bytes), 1):
-        ordered = sorted(group, key=lambda entry: -entry.itemsize)
+    for number, ordered in enumerate(anchor_groups(weights, shard_bytes), 1):
         key = f"model-{number:05d}-{tag}.safetensors"
         table = {each.name: (CODES[each.dtype], each.shape, each.nbytes) for each in ordered}
         header = _header(key, table, {"format": "pt"})
@@ -66,6 +83,7 @@ async def write_anchor(backend: Backend, tag: str, weights: Weights, shard_bytes
                 data = await each.read()
                 written.digests[each.name] = await in_thread(digest, data)
                 await parts.write(data.data)
+                await kept.keep(written.digests[each.name], data)
         written.files |= {each.name: key for each in ordered}
         written.nbytes += nbytes
     return written
@@ -76,8 +94,10 @@ async def write_delta(
     tag: str,
     weights: Weights,
     old_digests: Mapping[str, str],
-    base: Callable[[str], Awaitable[Bytes]],
+    kept: Kept,
     encoding: str,
+    *,
+    has_file: bool,
 ) -> Written:
     """Write the streams of all tensors that differ from the version before. The base of equal ones is not read.
 
@@ -86,8 +106,9 @@ async def write_delta(
         tag: at the end of the names of files; may have a folder in front.
         weights: the tensors of the new version.
         old_digests: digests of the version before.
-        base: reads a tensor of the version before.
+        kept: the tensors of the version before; takes the new ones.
         encoding: ``"xor"`` or ``"overwrite"``.
+        has_file: write a file though nothing has changed: a version without one would have no folder.
 
     Raises:
         InputError: a tensor is too large for ``overwrite``.
@@ -102,15 +123,16 @@ async def write_delta(
         async def packed(name: str, by_name: Mapping[str, Entry] = by_name) -> tuple[str, bytes | None]:
             new = await by_name[name].read()
             found = await in_thread(digest, new)
+            await kept.keep(found, new)
             if found == old_digests[name]:
                 return found, None
-            return found, await in_thread(pack, await base(name), new, encoding)
+            return found, await in_thread(pack, await kept.old(name), new, encoding)
 
         for name, (found, stream) in zip(by_name, await on_all_cores(backend, by_name, packed), strict=True):
             written.digests[name] = found
             if stream is not None:
                 await streams.add(name, stream, written)
-    if streams.waiting or not written.files:  # a version without a file would have no folder
+    if streams.waiting or (has_file and not written.files):
         await streams.flush(written)
     return written
 
@@ -145,8 +167,8 @@ class _Streams:
         self.waiting, self._nbytes, self._number = {}, 0, self._number + 1
 
 
-def _nbytes(entry: Entry) -> int:
-    return entry.nbytes
+def _nbytes(tensor: Sized) -> int:
+    return tensor.nbytes
 
 
 def _header(key: str, table: Mapping[str, tuple[str, tuple[int, ...], int]], notes: Mapping[str, str]) -> bytes:

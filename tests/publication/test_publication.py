@@ -265,11 +265,17 @@ def test_sources_that_cannot_be_published(tmp_path: Path) -> None:
         bcp.Subscriber(tmp_path / "pub", tmp_path / "engine").pull()
 
 
-def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
-    sharded = torch.ones(4)
-    sharded._local_tensor, sharded.placements = torch.ones(2), ()  # type: ignore[attr-defined]  # as of veScale
-    with pytest.raises(bcp.InputError, match=r"tensor 'w' is sharded over ranks.*save a checkpoint and publish that"):
-        bcp.publish({"w": sharded}, tmp_path / "pub", 1)
+def test_values_of_a_module_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
+    class Counting(torch.nn.Linear):
+        def get_extra_state(self) -> int:
+            return 3
+
+        def set_extra_state(self, state: object) -> None:
+            pass
+
+    with pytest.raises(bcp.InputError, match=r"'_extra_state', which is no tensor; pass a state_dict"):
+        bcp.publish(Counting(2, 2), tmp_path / "pub", 1)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from bcp.plan.shards import KINDS, OPAQUE_KINDS
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.stages.memcpy import torch_dtype
 
-__all__ = ["Choice", "Chosen", "ChosenValue", "DType", "Rename", "choose", "float_dtype", "new_names", "values_of"]
+__all__ = ["Choice", "Chosen", "ChosenValue", "DType", "Rename", "choose", "choose_rows", "float_dtype", "values_of"]
 
 DType = torch.dtype | str | None
 """A dtype, torch's name of one as in ``"bfloat16"``, or None for the dtypes of the checkpoint."""
@@ -96,7 +96,6 @@ def choose(ckpt: AsyncCheckpoint, choice: Choice) -> list[Chosen]:
     """
     kind, glob = choice.kind, choice.glob
     _check_kind(kind)
-    layout, cast, new_name = ckpt.metadata.layout, float_dtype(choice.dtype), _renaming(choice.rename)
     if not isinstance(glob, str):
         raise InputError(f"glob={glob!r} is a {type(glob).__name__}; pass a pattern such as 'layers.*'")
     rows = ckpt.tensors.rows(kind, glob)
@@ -106,12 +105,25 @@ def choose(ckpt: AsyncCheckpoint, choice: Choice) -> list[Chosen]:
         raise FqnMismatchError(
             f"{ckpt.path} has no {'' if kind is None else kind + ' '}tensor that matches glob={glob!r}; {hint}"
         )
+    layout = ckpt.metadata.layout
+    chosen = choose_rows(layout, rows, choice.dtype, choice.rename)
+    return sorted(chosen, key=lambda each: _first_place(layout, each))
+
+
+def choose_rows(layout: Layout, rows: Sequence[int], dtype: DType, rename: Rename) -> list[Chosen]:
+    """Describe tensors of a layout as the target has them, in the order of the rows.
+
+    Raises:
+        InputError: an argument cannot be used, or two tensors of a kind get one name.
+
+    """
+    cast, new_name = float_dtype(dtype), _renaming(rename)
     chosen = [_chosen(layout, row, cast) for row in rows]
     named = [replace(each, name=_checked(new_name(each.saved), each.saved)) for each in chosen]
     names: dict[tuple[str, str], str] = {}
     for each in named:
         _take_name(names, each.kind, each.name, each.saved)
-    return sorted(named, key=lambda each: _first_place(layout, each))
+    return named
 
 
 def _chosen(layout: Layout, row: int, cast: str | None) -> Chosen:
@@ -146,20 +158,6 @@ def float_dtype(dtype: DType) -> str | None:
             f"dtype={dtype!r} is no floating dtype of whole bytes; pass one such as torch.bfloat16 or 'bfloat16'"
         )
     return full
-
-
-def new_names(rename: Rename, saved: Sequence[str]) -> dict[str, str]:
-    """Return the new name of each tensor.
-
-    Raises:
-        InputError: ``rename`` cannot be used, or two tensors get one name.
-
-    """
-    new_name, names = _renaming(rename), dict[tuple[str, str], str]()
-    found = {name: _checked(new_name(name), name) for name in saved}
-    for old, new in found.items():
-        _take_name(names, "model", new, old)
-    return found
 
 
 def _renaming(rename: Rename) -> Callable[[str], Any]:

@@ -61,6 +61,7 @@ from bcp._messages.planning import (
     Table,
     Written,
 )
+from bcp._messages.publishing import BegunVersion, PublishedVersion, WrittenFiles
 from bcp._messages.reading import (
     ArrayPlace,
     Batch,
@@ -184,6 +185,19 @@ EXAMPLES: list[Message] = [
         layout=bytes(16),
         receipt=b"receipt",
         metrics={"loss": 0.5},
+    ),
+    BegunVersion("0123456789abcdef", 8, 7, is_anchor=False, has_delta=True),
+    WrittenFiles({"w": "model-00001-0.safetensors"}, {}, {"w": "0" * 32}, 4096, 0),
+    PublishedVersion(
+        "weights/weight_v000008",
+        8,
+        is_anchor=False,
+        has_delta=True,
+        tensors=9,
+        changed=3,
+        nbytes=4096,
+        delta_nbytes=40,
+        deleted=(1, 2),
     ),
     KnownLayout(bytes(16), b"layout"),
     Drained((0, 2), (b"first", b"second")),
