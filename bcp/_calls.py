@@ -192,11 +192,11 @@ def snapshot_call(
     check: Callable[[], str],
     states: States,
     framework: Framework,
-    options: SaveOptions,
     given: Coordinator | None,
     work: Callable[[SaveJob], Awaitable[T]],
     *,
     background: bool,
+    steps: object = None,
 ) -> SaveCall[T]:
     """Take this rank's place in an operation that plans a save of the states, and stores them in a way of its own.
 
@@ -205,20 +205,24 @@ def snapshot_call(
         check: refuses arguments by an error; returns the words that all ranks have to agree on.
         states: as in :func:`save_call`, like all others.
         framework: see there.
-        options: see there.
         given: see there.
         work: does the work.
         background: see there.
+        steps: optimizers whose steps are held back until all is copied, so that the caller goes on at once; or None.
 
     """
     ranks = coordinator_for(given)
 
+    async def with_steps(job: SaveJob) -> T:
+        return await work(replace(job, steps=steps))
+
     def checked() -> _Checked[SaveJob]:
         does, place = check(), MemoryBackend("publish()")
+        options = SaveOptions(snapshot="eager" if steps is None else "lazy", progress=False, record=False)
         made = _check_save("prepare", place, states, framework, None, options, ranks, background=background)
         return replace(made, name=name, does=f"{does} with world_size={ranks.world_size}")
 
-    return _save_call(_take_place(ranks, "begin", options, checked), work)
+    return _save_call(_take_place(ranks, "begin", None, checked), with_steps)
 
 
 def prepare_call(

@@ -87,6 +87,7 @@ class SaveJob(Job):
         metrics: numbers by name, which the commit carries; those of rank 0 count.
         folder: where the checkpoint lies among others of the same run, without a role.
         names: numbers of the ranks in the job, for messages, where some of its ranks save alone; None: as they count.
+        steps: optimizers whose steps a lazy snapshot holds back, where they are no part of the states; else None.
     """
 
     options: SaveOptions
@@ -96,6 +97,7 @@ class SaveJob(Job):
     metrics: Mapping[str, float] = field(default_factory=dict)
     folder: str = ""
     names: Sequence[int] | None = None
+    steps: object = None
 
     def telling(self, on_snapshot: OnSnapshot | None) -> SaveJob:
         """Return the job of a caller who goes on once ``on_snapshot`` was called; None: who waits for the end."""

@@ -409,6 +409,8 @@ def rehearse(job: SaveJob) -> LocalState:
 
 def _optimizers(job: SaveJob) -> tuple[list[Optimizer], bool]:
     """Return the optimizers whose steps are held back, and whether any was in a wrapper."""
+    if job.steps is not None:
+        return torch_optimizers(job.steps)
     if "optimizer" not in job.states:
         raise InputError(
             "snapshot='lazy' holds back the optimizer's steps until everything is copied: pass "

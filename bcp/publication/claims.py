@@ -96,9 +96,15 @@ async def claimed(backend: Backend, where: str, version: int, claim_seconds: flo
 
     """
     token, found = await _read(backend, CLAIM, CLAIM_BYTES, where)
+    has_ended = False
     if found.get("state") == "sealed":
-        await _end(backend, _number(found, f"{where}/{CLAIM}"), str(found.get("index")).encode())
+        has_ended = await _end(backend, _number(found, f"{where}/{CLAIM}"), str(found.get("index")).encode())
     newest = await latest_of(backend, where)
+    if has_ended and version == newest:
+        raise ExistsError(
+            f"{where}: the publisher of version {version} had begun its commit when it ended, and version {version} is "
+            f"committed now; go on with version={newest + 1}"
+        )
     if version <= newest:
         raise ExistsError(
             f"{where} has version {newest} already, and version {version} is not newer; pass version={newest + 1}, "
@@ -127,16 +133,19 @@ async def latest_of(backend: Backend, where: str) -> int:
     return 0 if token is None else _number(found, f"{where}/{LATEST}")
 
 
-async def _end(backend: Backend, version: int, index: bytes) -> None:
-    """Write the index of a sealed claim, unless it is there, and move ``latest.json`` to its version, never back."""
+async def _end(backend: Backend, version: int, index: bytes) -> bool:
+    """Write the index of a sealed claim, unless it is there, and move ``latest.json`` to its version, never back.
+
+    Returns whether this call has moved it.
+    """
     if await latest_of(backend, repr(backend)) < version:
         await backend.put_if(f"{folder_of(version)}/{INDEX}", index, None)
     while True:
         token, found = await _read(backend, LATEST, LATEST_BYTES, repr(backend))
         if token is not None and _number(found, LATEST) >= version:
-            return
+            return False
         if await backend.put_if(LATEST, json.dumps({"version": version}).encode(), token) is not None:
-            return
+            return True
 
 
 async def _read(backend: Backend, key: str, most: int, where: str) -> tuple[Version | None, dict[str, Any]]:

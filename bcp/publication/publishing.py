@@ -182,13 +182,33 @@ def publish_async(
     keep: int | None = None,
     rename: Rename = None,
     encoding: str = "xor",
+    optimizer: Any = None,
     **keywords: Unpack[PublishKeywords],
 ) -> Pending[PublishResult]:
     """Publish weights in the background, so that training goes on meanwhile.
 
     The call blocks until each rank has its part of a live model in host memory, as an asynchronous save does. Training
-    may then change the model. A checkpoint does not block. Arguments and errors are those of :func:`publish`. The
-    :class:`~bcp.Pending` raises errors of the background. Wait for it before the next version.
+    may then change the model. A checkpoint does not block.
+
+    With ``optimizer=`` the call returns at once, and the copy is made while forward and backward run, as that of a lazy
+    save. The next step of the optimizer waits for the copy.
+
+    The other arguments and errors are those of :func:`publish`. The :class:`~bcp.Pending` raises errors of the
+    background. Wait for it before the next version.
+
+    Args:
+        source: see there, like all others.
+        to: see there.
+        version: see there.
+        anchor_every: see there.
+        keep: see there.
+        rename: see there.
+        encoding: see there.
+        optimizer: one or several, as in ``states`` of a save, that change the model; None for none.
+        **keywords: see there.
+
+    Raises:
+        StateChangedError: the model was written to before its copy was made.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -203,9 +223,12 @@ def publish_async(
     name = f"publish version {version} to {shown(str(to))}"
     try:
         if is_live(source):
-            background = _bridge.start(_live_call(source, to, wish, rename, keywords, background=True), name=name)
+            call = _live_call(source, to, wish, rename, keywords, background=True, optimizer=optimizer)
+            background = _bridge.start(call, name=name)
         elif isinstance(source, AsyncCheckpoint):
             raise InputError("an AsyncCheckpoint belongs to its event loop; pass a bcp.Checkpoint or use bcp.apublish")
+        elif optimizer is not None:
+            raise InputError("optimizer= holds back the steps of a live model, and the source is a checkpoint")
         else:
             work = partial(_publish_saved, source, to, wish(), rename, keywords)
             background = _bridge.start(partial(_at_once, work), name=name)
@@ -259,6 +282,7 @@ def _live_call(
     keywords: PublishKeywords,
     *,
     background: bool,
+    optimizer: object = None,
 ) -> Callable[[OnSnapshot | None], Awaitable[PublishResult]]:
     """Take this rank's place in the publication of a live model."""
 
@@ -275,7 +299,9 @@ def _live_call(
         )
 
     framework, given = keywords.get("framework"), keywords.get("coordinator")
-    call: SaveCall[PublishedVersion] = publish_call(order, source, framework, given, background=background)
+    call: SaveCall[PublishedVersion] = publish_call(
+        order, source, framework, given, background=background, optimizer=optimizer
+    )
 
     async def run(on_snapshot: OnSnapshot | None) -> PublishResult:
         return _result(await call.run(on_snapshot))

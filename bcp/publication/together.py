@@ -19,7 +19,6 @@ from bcp._workflow import plan_save
 from bcp.backends.place import Path, place_of
 from bcp.errors import InputError
 from bcp.format.layout_file import decode_layout
-from bcp.options import SaveOptions
 from bcp.plan.layout import Layout
 from bcp.planners import Framework
 from bcp.protocols import Agreement, Backend, Coordinator
@@ -73,6 +72,7 @@ def publish_call(
     given: Coordinator | None,
     *,
     background: bool,
+    optimizer: object = None,
 ) -> SaveCall[PublishedVersion]:
     """Take this rank's place in a publication. Raises only if there is no way to tell the other ranks.
 
@@ -82,6 +82,7 @@ def publish_call(
         framework: as for :func:`bcp.save`.
         given: the coordinator, or None.
         background: whether the caller goes on once the model is in host memory.
+        optimizer: holds back its next step until then, so that the caller goes on at once; None for no such optimizer.
 
     """
     orders: list[Order] = []
@@ -97,9 +98,8 @@ def publish_call(
     async def work(job: SaveJob) -> PublishedVersion:
         return await _publish(job, orders.pop())
 
-    options = SaveOptions(snapshot="eager", progress=False, record=False)
     states = {"model": model}
-    return snapshot_call("a publication", check, states, framework, options, given, work, background=background)
+    return snapshot_call("a publication", check, states, framework, given, work, background=background, steps=optimizer)
 
 
 @collect_failure_garbage()

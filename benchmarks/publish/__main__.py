@@ -1,4 +1,4 @@
-"""What a publication of weights costs a step of an RL run, whether it survives kills, and when a save is compressed.
+"""What a publication of weights costs a step of an RL run, what it blocks and survives, and when a save is compressed.
 
     python -m benchmarks.publish [--quick] [--json FILE] [--check] [--model FOLDER] [--kills N] [--seed N]
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.figures import Figures, parser
+from benchmarks.publish.blocking import blocking
 from benchmarks.publish.codecs import codecs
 from benchmarks.publish.kills import kills
 from benchmarks.publish.sizes import sizes
@@ -34,6 +35,8 @@ def main() -> int:
     for rate in RATES[: 1 if chosen.quick else None]:
         with TemporaryDirectory() as folder:
             sizes(weights, rate, QUICK_STEPS if chosen.quick else STEPS, Path(folder), figures)
+    with TemporaryDirectory() as folder:
+        blocking(weights, Path(folder), figures)
     count = chosen.kills if chosen.kills is not None else QUICK_KILLS if chosen.quick else KILLS
     with TemporaryDirectory() as folder:
         kills(count, chosen.seed, Path(folder), figures)

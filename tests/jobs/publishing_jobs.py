@@ -81,6 +81,17 @@ def publish_cached(root: Path, folder: Path, steps: list[int]) -> list[list[int]
     return sizes
 
 
+def step_at_once(root: Path, layout: str) -> bool:
+    """Publish in the background, and let an optimizer change the model as soon as the call returns."""
+    model = shard(model_of(1), layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    pending = bcp.publish_async(model, root, 1, dtype="bfloat16", optimizer=optimizer)
+    optimizer.step()
+    return pending.wait().is_anchor
+
+
 def change_at_once(root: Path, layout: str) -> bool:
     """Publish in the background, and change the model as soon as the call returns."""
     model = shard(model_of(1), layout)
@@ -121,6 +132,55 @@ def fail(root: Path, call: str, rank: int, step: int) -> str:
     except bcp.BcpError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+class FaultyAt(LocalBackend):
+    """Storage that fails at one of its calls on one rank."""
+
+    def __init__(self, path: Path, number: int, rank: int) -> None:
+        super().__init__(path)
+        self.left = number if dist.get_rank() == rank else 0
+
+    def _count(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise bcp.StorageError("the disk is gone")
+
+    def open_write(self, key: str, nbytes: int | None = None) -> Any:  # type: ignore[override]
+        self._count()
+        return super().open_write(key, nbytes)
+
+    async def put(self, key: str, data: Any) -> None:
+        self._count()
+        await super().put(key, data)
+
+    async def put_if(self, key: str, data: Any, expected: str | None) -> str | None:
+        self._count()
+        written = await super().put_if(key, data, expected)
+        self._count()
+        return written
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        self._count()
+        await super().read_into(key, start, out)
+
+    async def list(self, prefix: str = "") -> Any:
+        self._count()
+        return await super().list(prefix)
+
+    async def version(self, key: str) -> str | None:
+        self._count()
+        return await super().version(key)
+
+
+def fail_at(root: Path, number: int, rank: int, step: int) -> tuple[str, int]:
+    """Publish to storage that fails at a call of one rank; return the error, and how many more calls it takes."""
+    storage = FaultyAt(root, number, rank)
+    try:
+        bcp.publish(shard(model_of(step), "fsdp2"), storage, step, dtype="bfloat16", anchor_every=3, claim_seconds=0)
+    except bcp.BcpError as error:
+        return f"{type(error).__name__}: {error}", storage.left
+    return "", storage.left
 
 
 def refuse(root: Path, how: str) -> str:

@@ -71,6 +71,12 @@ def test_training_goes_on_behind_the_copy(ranks4: Ranks, tmp_path: Path, layout:
     assert followed(tmp_path / "pub", 1) == bits(1)
 
 
+@pytest.mark.parametrize("layout", ["fsdp2", "tp"])
+def test_a_step_waits_for_the_copy(ranks4: Ranks, tmp_path: Path, layout: str) -> None:
+    assert ranks4.run(jobs.step_at_once, tmp_path / "pub", layout) == [True] * 4
+    assert followed(tmp_path / "pub", 1) == bits(1)
+
+
 def test_a_cache_saves_the_reads_of_the_base(ranks4: Ranks, tmp_path: Path) -> None:
     """The base is not read from storage, and the cache keeps two versions of a rank's tensors at most."""
     root = tmp_path / "pub"
@@ -102,6 +108,32 @@ def test_an_error_of_one_rank_reaches_all(ranks4: Ranks, tmp_path: Path, call: s
     assert sorted(path.name for path in root.iterdir() if path.name != f"weight_v00000{step}") == before
     ranks4.run(jobs.publish, root, 2, "hsdp", {"claim_seconds": 0 if call == "seal" else 600})
     assert followed(root, 2) == bits(2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_storage_fails_at_every_call(ranks2: Ranks, tmp_path: Path, rank: int) -> None:
+    """What was committed stays, nothing else is seen, and the next call goes on."""
+    root = tmp_path / "pub"
+    ranks2.run(jobs.publish, root, 1, "fsdp2", {})
+    step, number, failures = 2, 0, 0
+    while True:
+        number += 1
+        answers = ranks2.run(jobs.fail_at, root, number, rank, step)
+        newest = bcp.Subscriber(root, tmp_path / "engine").pull().version
+        assert newest in (step - 1, step)
+        assert followed(root, newest) == bits(newest), number
+        assert len({bool(error) for error, _ in answers}) == 1
+        step = newest + 1
+        if "is committed now" in answers[0][0]:  # this call has ended the commit of the one before
+            number -= 1
+            continue
+        if answers[rank][1] > 0:
+            assert not answers[0][0]
+            break
+        failures += bool(answers[0][0])
+    assert failures > (20 if rank == 0 else 3)
+    ranks2.run(jobs.publish, root, step, "fsdp2", {})
+    assert followed(root, step) == bits(step)
 
 
 @pytest.mark.parametrize(
