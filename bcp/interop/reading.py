@@ -64,11 +64,7 @@ class Opened:
 
     async def read(self, key: str, start: int, nbytes: int) -> bytes:
         """Read bytes of a file. Raises CorruptError if the file is too short for them."""
-        if start < 0 or nbytes < 0 or start + nbytes > self.sizes[key]:
-            raise CorruptError(
-                f"{self.path}/{key} is truncated or damaged: bytes {start} to {start + nbytes} are wanted of "
-                f"{self.sizes[key]}; get the file again"
-            )
+        self._check(key, start, nbytes)
         starts = self.starts.get(key, ())
         if row := bisect_right(starts, start):
             first = starts[row - 1]
@@ -79,6 +75,19 @@ class Opened:
         if nbytes:
             await self.backend.read_into(key, start, memoryview(out))
         return bytes(out)
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill a buffer with bytes of a file, past those that are known already. Raises as :meth:`read`."""
+        self._check(key, start, len(out))
+        if len(out):
+            await self.backend.read_into(key, start, out)
+
+    def _check(self, key: str, start: int, nbytes: int) -> None:
+        if start < 0 or nbytes < 0 or start + nbytes > self.sizes[key]:
+            raise CorruptError(
+                f"{self.path}/{key} is truncated or damaged: bytes {start} to {start + nbytes} are wanted of "
+                f"{self.sizes[key]}; get the file again"
+            )
 
     async def looked_ahead(self, ranges: Iterable[tuple[str, int, int]]) -> Opened:
         """Return the same folder with these ranges (file, first byte, last byte + 1) read; neighbours are one read."""

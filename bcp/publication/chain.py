@@ -171,7 +171,9 @@ class Chain:
 
         """
         anchor, *later = await self.since_anchor(number)
-        data = np.frombuffer(await anchor.read((await self.pieces(anchor.index.version, anchor=True))[name]), np.uint8)
+        piece = (await self.pieces(anchor.index.version, anchor=True))[name]
+        data = np.empty(piece.nbytes, np.uint8)
+        await anchor.files.read_into(piece.key, piece.start, data.data)
         for version in later:
             if name in version.index.deltas:
                 content = await self.stream(version.index.version, name, len(data))

@@ -49,12 +49,14 @@ def digest(data: Bytes) -> str:
 def pack(old: Bytes, new: Bytes, encoding: str) -> bytes | None:
     """Return the zstd stream that leads from old to new bytes; None if they are equal.
 
+    The old bytes are written over, where the array allows it.
+
     Raises:
         InputError: the tensor is too large for the positions of ``overwrite``.
 
     """
     if encoding == "xor":
-        content = old ^ new
+        content = _xor(old, new, out=old)
         return _compressed(content) if content.any() else None
     if len(new) > MOST_POSITIONS:
         raise InputError(
@@ -67,6 +69,11 @@ def pack(old: Bytes, new: Bytes, encoding: str) -> bytes | None:
     head = np.array([len(places)], "<u4")
     parts = [head.view(np.uint8), places.astype("<u4").view(np.uint8), new[places]]
     return _compressed(np.concatenate(parts))
+
+
+def _xor(one: Bytes, other: Bytes, out: Bytes) -> Bytes:
+    """Return the bytes of one array XOR those of another, in ``out`` if it can be written."""
+    return np.bitwise_xor(one, other, out=out if out.flags.writeable else None)
 
 
 def _compressed(content: Bytes) -> bytes:
@@ -118,10 +125,10 @@ def _places(content: Bytes) -> npt.NDArray[np.uint32]:
 
 
 def apply(old: Bytes, content: Bytes, encoding: str) -> Bytes:
-    """Return the new bytes of a tensor, from its old ones and an unpacked stream."""
+    """Return the new bytes of a tensor. The old ones are written over, where the array allows it."""
     if encoding == "xor":
-        return old ^ content
-    new, places = old.copy(), _places(content)
+        return _xor(old, content, out=old)
+    new, places = old if old.flags.writeable else old.copy(), _places(content)
     new[places] = content[COUNT_BYTES + places.nbytes :]
     return new
 

@@ -98,10 +98,16 @@ class _Batch:
         rows = np.flatnonzero(self.sender == rank)
         out, at = np.empty(int(self.nbytes[rows].sum()), np.uint8), 0
         for row in rows.tolist():
-            data, tensor = share.read(int(self.request.start[row]), int(self.request.stop[row])), self.request.row[row]
-            data = _cast(data, self.dtype[tensor], self.chosen[tensor].dtype)
-            out[at : at + len(data)] = data
-            at += len(data)
+            start, stop, tensor = int(self.request.start[row]), int(self.request.stop[row]), self.request.row[row]
+            old, new = self.dtype[tensor], self.chosen[tensor].dtype
+            target = out[at : at + int(self.nbytes[row])]
+            if old == new:
+                share.read_into(start, target)
+            else:
+                data = np.empty(stop - start, np.uint8)
+                share.read_into(start, data)
+                target[:] = _cast(data, old, new)
+            at += len(target)
         return out
 
     def assembled(self, layout: Layout, received: Sequence[Bytes]) -> list[Bytes]:
@@ -126,9 +132,7 @@ class _Batch:
 
 def _cast(data: Bytes, old: str, new: str) -> Bytes:
     """Return elements in another dtype."""
-    if old == new:
-        return data
-    tensor = torch.from_numpy(np.ascontiguousarray(data)).view(torch_dtype(old)).to(torch_dtype(new))
+    tensor = torch.from_numpy(data).view(torch_dtype(old)).to(torch_dtype(new))
     return np.asarray(tensor.view(torch.uint8).numpy())
 
 
@@ -183,12 +187,15 @@ class SharedWeights:
     async def _exchange(self, rounds: Sequence[Sequence[Sequence[Chosen]]]) -> None:
         last: Sequence[_Arrival] = ()
         for each in rounds:
+            rank = self._rank
             made, send = await in_thread_gc_paused(self._prepared, each)
-            own = made[self._rank]
-            receive = [np.empty(nbytes, np.uint8) for nbytes in own.counts(self._world_size)]
+            own, mine, send[rank] = made[rank], send[rank], _NOTHING
+            counts = own.counts(self._world_size)
+            receive = [np.empty(0 if r == rank else nbytes, np.uint8) for r, nbytes in enumerate(counts)]
             await self._agreement.all_to_all([data.data for data in send], [data.data for data in receive])
+            receive[rank] = mine
             whole = await in_thread_gc_paused(own.assembled, self._layout, receive)
-            del send, receive
+            del send, receive, mine
             for arrival in last:
                 await arrival.taken.wait()
             last = [self._ready[chosen.name] for chosen in own.chosen]

@@ -25,7 +25,7 @@ from bcp.publication.index import whole
 from bcp.publication.kept import Cache
 from bcp.publication.making import Making, Wish, write_files
 from bcp.publication.sources import WeightsSource, is_live, opened_weights
-from bcp.publication.together import Order, publish_call
+from bcp.publication.together import Request, publish_call
 from bcp.read.checkpoint import AsyncCheckpoint
 from bcp.read.facts import check_nbytes
 from bcp.runtime import bridge as _bridge
@@ -286,8 +286,8 @@ def _live_call(
 ) -> Callable[[OnSnapshot | None], Awaitable[PublishResult]]:
     """Take this rank's place in the publication of a live model."""
 
-    def order() -> Order:
-        return Order(
+    def request() -> Request:
+        return Request(
             to=to,
             wish=wish(),
             rename=rename,
@@ -300,7 +300,7 @@ def _live_call(
 
     framework, given = keywords.get("framework"), keywords.get("coordinator")
     call: SaveCall[PublishedVersion] = publish_call(
-        order, source, framework, given, background=background, optimizer=optimizer
+        request, source, framework, given, background=background, optimizer=optimizer
     )
 
     async def run(on_snapshot: OnSnapshot | None) -> PublishResult:

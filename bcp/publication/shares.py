@@ -29,8 +29,8 @@ __all__ = ["CopiedShare", "LiveShare", "Share", "copied_share"]
 class Share(Protocol):
     """The part of a rank."""
 
-    def read(self, start: int, stop: int) -> Bytes:
-        """Return the bytes from ``start`` to ``stop`` of the data section; blocks. They may be a view."""
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Copy the bytes of the data section from ``start`` on; blocks."""
 
 
 class LiveShare:
@@ -56,14 +56,13 @@ class LiveShare:
         self._stop = self._start + (last - self._first) * self._size
         self._devices = accelerators(self._tensors)
 
-    def read(self, start: int, stop: int) -> Bytes:
+    def read_into(self, start: int, out: Bytes) -> None:
         """Copy the bytes."""
-        out = torch.empty(stop - start, dtype=torch.uint8)
+        stop, target = start + len(out), torch.from_numpy(out)
         begin, end = np.searchsorted(self._stop, start, side="right"), np.searchsorted(self._start, stop)
         with torch.no_grad(), on_side_stream(self._devices, self._fence):
             for span in range(int(begin), int(end)):
-                self._copy(span, start, stop, out)
-        return np.asarray(out.numpy())
+                self._copy(span, start, stop, target)
 
     def _copy(self, span: int, start: int, stop: int, out: torch.Tensor) -> None:
         """Copy the bytes of one span that lie between ``start`` and ``stop``."""
@@ -90,14 +89,16 @@ class CopiedShare:
             self._parts[0] = self._parts[0][head:]
         self._ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
 
-    def read(self, start: int, stop: int) -> Bytes:
-        """Return a view of the bytes, or a copy where they lie in several parts."""
-        begin, end = np.searchsorted(self._ends, start, side="right"), np.searchsorted(self._ends, stop)
-        found = []
-        for number in range(int(begin), int(end) + 1):
-            first = int(self._ends[number]) - len(self._parts[number])
-            found.append(self._parts[number][max(start - first, 0) : stop - first])
-        return found[0] if len(found) == 1 else np.concatenate(found)
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Copy the bytes."""
+        number, done = int(np.searchsorted(self._ends, start, side="right")), 0
+        while done < len(out):
+            part = self._parts[number]
+            first = start + done - int(self._ends[number]) + len(part)
+            data = part[first : first + len(out) - done]
+            out[done : done + len(data)] = data
+            done += len(data)
+            number += 1
 
 
 async def copied_share(

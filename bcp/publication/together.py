@@ -34,14 +34,14 @@ from bcp.stages.items import WriteItem
 from bcp.tools.exports.chosen import Chosen, DType, Rename
 from bcp.tools.exports.companions import checked_folder, companions_of, with_dtype
 
-__all__ = ["Order", "publish_call"]
+__all__ = ["Request", "publish_call"]
 
 _layouts: LruCache[bytes, Layout] = LruCache(4)
 """Layouts of models, by the key of their plan; a job publishes one as a rule."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Request:
     """What one rank was asked to publish, beside the model.
 
     Attributes:
@@ -66,7 +66,7 @@ class Order:
 
 
 def publish_call(
-    make_order: Callable[[], Order],
+    make_request: Callable[[], Request],
     model: Any,
     framework: Framework,
     given: Coordinator | None,
@@ -77,7 +77,7 @@ def publish_call(
     """Take this rank's place in a publication. Raises only if there is no way to tell the other ranks.
 
     Args:
-        make_order: says what to publish; raises InputError for arguments that cannot be any.
+        make_request: says what to publish; raises InputError for arguments that cannot be any.
         model: a module, or tensors by name.
         framework: as for :func:`bcp.save`.
         given: the coordinator, or None.
@@ -85,35 +85,35 @@ def publish_call(
         optimizer: holds back its next step until then, so that the caller goes on at once; None for no such optimizer.
 
     """
-    orders: list[Order] = []
+    requests: list[Request] = []
 
     def check() -> str:
-        order = make_order()
+        request = make_request()
         check_live(model)
-        checked_folder(order.like)
-        orders.append(order)
-        path = place_of(order.to, None, order.target_options).path
-        return f"publish version {order.wish.version} to {path} with {order.wish} dtype={order.dtype}"
+        checked_folder(request.like)
+        requests.append(request)
+        path = place_of(request.to, None, request.target_options).path
+        return f"publish version {request.wish.version} to {path} with {request.wish} dtype={request.dtype}"
 
     async def work(job: SaveJob) -> PublishedVersion:
-        return await _publish(job, orders.pop())
+        return await _publish(job, requests.pop())
 
     states = {"model": model}
     return snapshot_call("a publication", check, states, framework, given, work, background=background, steps=optimizer)
 
 
 @collect_failure_garbage()
-async def _publish(job: SaveJob, order: Order) -> PublishedVersion:
+async def _publish(job: SaveJob, request: Request) -> PublishedVersion:
     """Plan with all ranks, copy, write, commit. The version exists when this returns, or not at all."""
-    place = place_of(order.to, None, order.target_options)
+    place = place_of(request.to, None, request.target_options)
     with saving.only_save_to(job) as refusal, saving.Snapshot(job) as snapshot:
         async with place.opened, AsyncExitStack() as stack, collective_operation(job.operation) as agreement:
             _, _, plan, planned, items, _ = await plan_save(agreement, job, snapshot, refusal)
             share = await _share(job, items, snapshot, stack)
             layout = await _layout(agreement, job.rank, plan.key, planned.layout if planned else b"")
-            chosen = await in_thread(live_tensors, layout, order.rename, order.dtype)
+            chosen = await in_thread(live_tensors, layout, request.rename, request.dtype)
             weights = SharedWeights(agreement, layout, chosen, share, job.rank, job.world_size)
-            part = _Part(agreement, job.rank, order, place.backend, place.path)
+            part = _Part(agreement, job.rank, request, place.backend, place.path)
             return await part.publish(chosen, weights)
 
 
@@ -145,7 +145,7 @@ class _Part:
     Attributes:
         agreement: of all ranks.
         rank: this one.
-        order: the caller's.
+        request: the caller's.
         backend: the publication.
         path: its name, for messages.
         making: the version, on rank 0.
@@ -155,7 +155,7 @@ class _Part:
 
     agreement: Agreement
     rank: int
-    order: Order
+    request: Request
     backend: Backend
     path: str
     making: Making | None = None
@@ -164,14 +164,14 @@ class _Part:
 
     async def publish(self, chosen: Sequence[Chosen], weights: SharedWeights) -> PublishedVersion:
         """Claim, write and commit with all ranks. A failure leaves no file, unless the commit may have happened."""
-        order = self.order
-        cache = None if order.cache is None else Cache(order.cache)
+        request = self.request
+        cache = None if request.cache is None else Cache(request.cache)
         try:
             if cache is not None:
                 await in_thread(cache.look)
             self.begun = await self._begin(chosen)
             chain = Chain(self.backend, self.path) if self.making is None else self.making.chain
-            written = await write_files(chain, order.wish, self.begun, weights, cache, self.rank)
+            written = await write_files(chain, request.wish, self.begun, weights, cache, self.rank)
             return await self._commit(written)
         except BaseException as error:
             if self.making is not None:
@@ -191,10 +191,10 @@ class _Part:
                         "dtype= on all ranks"
                     )
             layout = {each.name: (each.dtype, each.shape) for each in chosen}
-            nbytes, order = sum(each.nbytes for each in chosen), self.order
-            companions = await companions_of(checked_folder(order.like), order.storage_options)
+            nbytes, request = sum(each.nbytes for each in chosen), self.request
+            companions = await companions_of(checked_folder(request.like), request.storage_options)
             files = with_dtype(companions, chosen)
-            self.making = await Making.begin(self.backend, self.path, order.wish, layout, nbytes, files)
+            self.making = await Making.begin(self.backend, self.path, request.wish, layout, nbytes, files)
             return self.making.begun.encode()
 
         named = xxhash.xxh3_128_digest(repr([(each.row, each.name, each.dtype) for each in chosen]).encode())
