@@ -91,7 +91,7 @@ class _Batch:
 
     def counts(self, world_size: int) -> list[int]:
         """Return the bytes that each rank sends."""
-        return [int(self.nbytes[self.sender == rank].sum()) for rank in range(world_size)]
+        return [int(count) for count in np.bincount(self.sender, weights=self.nbytes, minlength=world_size)]
 
     def outgoing(self, share: Share, rank: int) -> Bytes:
         """Return the bytes that a rank sends, cast to the dtypes of the publication."""
@@ -155,7 +155,9 @@ class SharedWeights:
         self._agreement, self._layout, self._share = agreement, layout, share
         self._rank, self._world_size = rank, world_size
         owner = owners([each.nbytes for each in chosen], world_size)
-        self._of_rank = [[each for each, of in zip(chosen, owner, strict=True) if of == r] for r in range(world_size)]
+        self._of_rank: list[list[Chosen]] = [[] for _ in range(world_size)]
+        for each, of in zip(chosen, owner, strict=True):
+            self._of_rank[of].append(each)
         self._ready: dict[str, _Arrival] = {}
 
     @property

@@ -26,6 +26,8 @@ def test_a_small_run_of_publications(tmp_path: Path) -> None:
     figures = {figure["name"]: figure["value"] for figure in json.loads(out.read_text())}
     assert 0 < figures["bytes of a step, of the bf16 bytes; mean"] < 100
     assert figures["kills of a process at work"] == 4
+    assert {figures[f"kills of a {what}"] for what in ("publisher", "subscriber", "rank")} == {1, 2}
+    assert figures["publish_async blocks, calls and steps, to a lazy save"] > 0
     assert figures["versions"] >= 1
     assert figures["versions lost, though their call had returned"] == 0
 

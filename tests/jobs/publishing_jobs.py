@@ -71,6 +71,14 @@ def publish(root: Path, step: int, layout: str, more: dict[str, Any]) -> bcp.Pub
     return bcp.publish(shard(model_of(step), layout), root, step, dtype="bfloat16", **more)
 
 
+def publish_stages(root: Path, step: int) -> bcp.PublishResult:
+    """Publish a pipeline: each rank has a stage, one of them has none, and all have the first tensor."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole = list(model_of(step).state_dict().items())
+    stage = dict(whole[rank :: world - 1]) if rank < world - 1 else {}
+    return bcp.publish({**stage, whole[0][0]: whole[0][1]}, root, step, dtype="bfloat16")
+
+
 def publish_cached(root: Path, folder: Path, steps: list[int]) -> list[list[int]]:
     """Publish steps with a cache of this rank; return the sizes of the files in there after each."""
     cache = folder / f"cache-{dist.get_rank()}"

@@ -45,6 +45,13 @@ def test_one_model_in_all_layouts_and_worlds(ranks4: Ranks, ranks2: Ranks, tmp_p
         assert_folder(tmp_path / "engine", jobs.whole_of(step))
 
 
+def test_stages_of_a_pipeline(ranks4: Ranks, tmp_path: Path) -> None:
+    root = tmp_path / "pub"
+    for step in (1, 2):
+        assert {result.tensors for result in ranks4.run(jobs.publish_stages, root, step)} == {10}
+        assert followed(root, step) == bits(step)
+
+
 def test_every_rank_writes_a_part(ranks4: Ranks, tmp_path: Path) -> None:
     root = tmp_path / "pub"
     for step in (1, 2):

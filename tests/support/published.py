@@ -17,6 +17,7 @@ import zstandard
 import bcp
 from bcp.backends import LocalBackend
 from bcp.publication import folder
+from bcp.publication.kept import Cache
 
 __all__ = ["assert_folder", "die_at", "followed", "stepped", "weights"]
 
@@ -114,7 +115,7 @@ def _patch(tensor: bytearray, delta: bytes, encoding: str) -> None:
 def die_at(number: int) -> Callable[[], int]:
     """Kill this process within its n-th write to a disk; return a function that counts the writes so far.
 
-    A write of weights in place is torn. The other writes are killed before they begin.
+    A write of weights in place and one of a cache are torn. The other writes are killed before they begin.
     """
     count = 0
 
@@ -139,7 +140,11 @@ def die_at(number: int) -> Callable[[], int]:
 
     for name in ("put", "put_if", "delete"):
         wrapped(name)
-    open_write, pwrite = LocalBackend.open_write, os.pwrite
+    open_write, pwrite, keep = LocalBackend.open_write, os.pwrite, Cache.write
+
+    def kept(cache: Cache, name: str, data: Any) -> None:
+        counted(lambda: keep(cache, name, data[: len(data) // 2]))
+        keep(cache, name, data)
 
     def opened(*args: Any) -> Any:
         counted()
@@ -149,6 +154,7 @@ def die_at(number: int) -> Callable[[], int]:
         counted(lambda: pwrite(fd, data[: max(len(data) // 2, 1)], start))
         return pwrite(fd, data, start)
 
+    Cache.write = kept  # type: ignore[method-assign]
     LocalBackend.open_write = opened  # type: ignore[method-assign,assignment]
     folder.os = type("Os", (), {**vars(os), "pwrite": staticmethod(write)})  # type: ignore[attr-defined]
     return lambda: count
