@@ -139,19 +139,6 @@ def test_a_damaged_note_begins_with_the_anchor(root: Path, text: str) -> None:
     assert_folder(root / "engine", stepped(weights(), 2))
 
 
-def test_a_damaged_cache_is_no_base(root: Path) -> None:
-    model = stepped(stepped(weights(), 2), 3)
-    pull(root)
-    path = next((root / "engine").glob("*.safetensors"))
-    data = path.read_bytes()
-    path.write_bytes(data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
-    model["layers.1.proj"] = model["layers.1.proj"] + 1
-    model["embed.weight"] = model["embed.weight"] + 1
-    bcp.publish(model, root / "pub", 3, cache=root / "engine")
-    bcp.Subscriber(root / "pub", root / "fresh").pull()
-    assert_folder(root / "fresh", model)
-
-
 def test_a_damaged_version_is_left_behind_by_an_anchor(root: Path) -> None:
     change_index(root, lambda content: content.clear())
     with pytest.raises(bcp.CorruptError, match="publish an anchor"):
