@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bcp
 from bcp.backends import LocalBackend
+from bcp.publication import exchange
 
 LAYOUTS = ("fsdp2", "hsdp", "tp", "tp_fsdp2", "ddp", "fsdp1", "columns")
 Whole = dict[str, torch.Tensor]
@@ -207,9 +209,7 @@ def refuse(root: Path, how: str) -> str:
 
 
 def count_received(root: Path) -> tuple[int, int]:
-    """Publish larger tensors; return the most bytes that this rank had in a round, and those of the model."""
-    from bcp.publication import exchange  # noqa: PLC0415
-
+    """Publish larger tensors; return the most bytes that this rank had in a round, and those of all rounds."""
     seen: list[int] = []
     assembled: Callable[..., Any] = exchange._Batch.assembled
 
@@ -217,11 +217,13 @@ def count_received(root: Path) -> tuple[int, int]:
         seen.append(sum(map(len, received)))
         return assembled(batch, layout, received)
 
-    exchange._Batch.assembled = counted  # type: ignore[method-assign]
-    exchange.ROUND_BYTES = 5000  # type: ignore[assignment]
     mesh = mesh_of(dist.get_world_size())
     whole = {f"w{number}": torch.full((16, 32), float(number)) for number in range(12)}
-    bcp.publish({name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in whole.items()}, root, 1)
+    shards = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in whole.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange._Batch, "assembled", counted)
+        patch.setattr(exchange, "ROUND_BYTES", 5000)
+        bcp.publish(shards, root, 1)
     return max(seen), sum(seen)
 
 
