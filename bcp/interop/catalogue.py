@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ MOST_DIMENSIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor whose row-major elements lie side by side in a file.
+    """A box of a tensor whose row-major elements lie side by side in a file; or a run of the elements of a box.
 
     Attributes:
         kind: ``"model"`` or ``"optimizer"``.
@@ -66,6 +67,8 @@ class Piece:
         length: extent of the box.
         key: the file, relative to the folder.
         start: byte of the file at which the first element begins.
+        run: first element of the box in this piece, and the one behind the last; None for all. Runs of one box may lie
+            in several files.
     """
 
     kind: str
@@ -76,6 +79,7 @@ class Piece:
     length: tuple[int, ...]
     key: str
     start: int
+    run: tuple[int, int] | None = None
 
     @classmethod
     def whole(cls, kind: str, name: str, dtype: str, shape: tuple[int, ...], key: str, start: int) -> Piece:
@@ -88,9 +92,15 @@ class Piece:
         return DTYPES[self.dtype]
 
     @property
+    def ends(self) -> tuple[int, int]:
+        """First element of the box in this piece, and the one behind the last."""
+        return self.run or (0, prod(self.length))
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the box."""
-        return prod(self.length) * self.itemsize
+        """Bytes of the piece."""
+        first, stop = self.ends
+        return (stop - first) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,7 @@ class Catalogue:
         tied: (kind, name) of each tensor without data of its own, and the name of the tensor with the data.
         ranks: how many ranks saved it.
         is_file: whether the checkpoint is one file, and not a folder.
+        user: facts that are no states, as JSON data: the user metadata of the checkpoint.
     """
 
     framework: str
@@ -114,6 +125,7 @@ class Catalogue:
     tied: Mapping[tuple[str, str], str] = field(default_factory=dict)
     ranks: int = 1
     is_file: bool = False
+    user: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> list[tuple[str, str]]:
@@ -141,6 +153,7 @@ class Catalogue:
             part_bytes=PART_BYTES,
             version="",
             receipts=b"",
+            user=self.user,
         )
         return encode_foreign(data, commit, files)
 
@@ -176,6 +189,12 @@ def _check_piece(piece: Piece, sizes: Mapping[str, int], where: str) -> None:
             f"{where}: a piece of {piece.kind} tensor {piece.name!r} at {list(piece.offset)} of shape "
             f"{list(piece.length)} lies outside of the tensor's shape {list(piece.shape)}; get the files again"
         )
+    first, last = piece.ends
+    if not 0 <= first <= last <= prod(piece.length):
+        raise CorruptError(
+            f"{where}: {piece.kind} tensor {piece.name!r} is said to have elements {first} to {last} of "
+            f"{prod(piece.length)} in {piece.key}; get the files again"
+        )
     stop, size = piece.start + piece.nbytes, sizes.get(piece.key, 0)
     if piece.start < 0 or (stop > size and 0 not in piece.length):
         raise CorruptError(
@@ -189,20 +208,22 @@ def _built(catalogue: Catalogue, where: str) -> tuple[Layout, ForeignFiles]:
     table = _tensors(catalogue, where)
     row_of = {name: row for row, name in enumerate(zip(map(KINDS.__getitem__, table.kind), table.fqn, strict=True))}
     pieces = sorted(
-        (piece for piece in catalogue.pieces if 0 not in piece.length),
-        key=lambda piece: (row_of[piece.kind, piece.name], piece.offset),
+        (piece for piece in catalogue.pieces if piece.nbytes),
+        key=lambda piece: (row_of[piece.kind, piece.name], piece.offset, piece.ends),
     )
+    boxes, number = _boxes(pieces, where)
     grain = int(table.itemsize.max(initial=1))
     files = sorted({(KINDS.index(piece.kind), piece.key, piece.start % grain) for piece in pieces})
     file_of = {file: row for row, file in enumerate(files)}
     width = table.shape.shape[1]
     base = _ints([rest for _, _, rest in files])
     sizes = _ints([catalogue.sizes[key] for _, key, _ in files])
-    offset, length = (matrix([getattr(piece, name) for piece in pieces], width, fill) for name, fill in _BOX)
-    owner = _ints([row_of[piece.kind, piece.name] for piece in pieces])
+    offset, length = (matrix([getattr(piece, name) for piece in boxes], width, fill) for name, fill in _BOX)
+    owner = _ints([row_of[piece.kind, piece.name] for piece in boxes])
     _check_cover(table, owner, offset, length, where)
     rows = _ints([file_of[KINDS.index(piece.kind), piece.key, piece.start % grain] for piece in pieces])
     at = _ints([piece.start // grain * (grain // piece.itemsize) for piece in pieces])
+    elements = _ints([piece.nbytes // piece.itemsize for piece in pieces])
     objects = tuple(sorted(catalogue.values))
     nothing = _ints([])
     layout = Layout(
@@ -214,7 +235,7 @@ def _built(catalogue: Catalogue, where: str) -> tuple[Layout, ForeignFiles]:
         box_tensor=owner,
         offset=offset,
         length=length,
-        segments=Segments.of(np.ones_like(rows), np.asarray(length.prod(axis=1)), rows, at),
+        segments=Segments.of(number, elements, rows, at),
         file_kind=_ints([kind for kind, _, _ in files]),
         file_rank=np.arange(len(files)),
         file_nbytes=sizes - base,
@@ -229,6 +250,45 @@ def _built(catalogue: Catalogue, where: str) -> tuple[Layout, ForeignFiles]:
 
 
 _BOX = (("offset", 0), ("length", 1))
+
+
+def _boxes(pieces: Sequence[Piece], where: str) -> tuple[list[Piece], Ints]:
+    """Return the first piece of each box, and int64[b]: how many pieces it has. ``pieces`` are sorted.
+
+    Raises CorruptError for a box with runs that leave an element out, or have it twice.
+    """
+    boxes: list[Piece] = []
+    number: list[int] = []
+    stop = 0
+    for piece in pieces:
+        first, last = piece.ends
+        if boxes and piece.run is not None and _box(piece) == _box(boxes[-1]):
+            _check_run(piece, stop, first, where)
+            number[-1] += 1
+        else:
+            if boxes:
+                _check_run(boxes[-1], stop, prod(boxes[-1].length), where)
+            _check_run(piece, 0, first, where)
+            boxes.append(piece)
+            number.append(1)
+        stop = last
+    if boxes:
+        _check_run(boxes[-1], stop, prod(boxes[-1].length), where)
+    return boxes, _ints(number)
+
+
+def _box(piece: Piece) -> tuple[object, ...]:
+    return piece.kind, piece.name, piece.offset, piece.length
+
+
+def _check_run(piece: Piece, stop: int, first: int, where: str) -> None:
+    """Compare the end of a run with the begin of the next one."""
+    if stop != first:
+        how = "no file" if stop < first else "two files"
+        raise CorruptError(
+            f"{where}: elements {min(stop, first)} to {max(stop, first)} of {piece.kind} tensor {piece.name!r} of "
+            f"shape {list(piece.shape)} are in {how}; files are missing, or are of another checkpoint"
+        )
 
 
 def _ints(numbers: Sequence[int]) -> Ints:

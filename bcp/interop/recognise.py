@@ -14,6 +14,8 @@ from bcp.backends.prefixed import PrefixedBackend
 from bcp.errors import BcpError, CorruptError, NotACheckpointError
 from bcp.interop.catalogue import Catalogue
 from bcp.interop.dcp_files import METADATA, dcp_folder
+from bcp.interop.deepspeed_files import deepspeed_folder
+from bcp.interop.deepspeed_names import deepspeed_roots, is_deepspeed
 from bcp.interop.hugging_face import hugging_face_folder, is_hugging_face
 from bcp.interop.reading import Opened
 from bcp.interop.safetensors_files import SUFFIX, safetensors_file
@@ -56,14 +58,20 @@ async def foreign_metadata(backend: Backend, path: str, infos: Sequence[ObjectIn
 
 async def _of_folder(opened: Opened) -> Catalogue | None:
     """Return the catalogue of a folder; None if its names tell no format."""
-    if not is_foreign_folder(opened.sizes):
-        return None
-    return await (dcp_folder(opened) if METADATA in opened.sizes else hugging_face_folder(opened))
+    if METADATA in opened.sizes:
+        return await dcp_folder(opened)
+    if is_deepspeed(opened.sizes):
+        return await deepspeed_folder(opened)
+    return await hugging_face_folder(opened) if _is_hugging_face(opened.sizes) else None
 
 
 def is_foreign_folder(keys: Collection[str]) -> bool:
     """Whether a folder with these files has a format of another library, by their names."""
-    return METADATA in keys or is_hugging_face(key for key in keys if "/" not in key)
+    return METADATA in keys or bool(deepspeed_roots(keys)) or _is_hugging_face(keys)
+
+
+def _is_hugging_face(keys: Collection[str]) -> bool:
+    return is_hugging_face(key for key in keys if "/" not in key)
 
 
 async def _of_file(backend: Backend, path: str) -> Catalogue | None:

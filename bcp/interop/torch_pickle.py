@@ -167,15 +167,20 @@ TORCH_NAMES: Allowed = {
 """All names in pickles of ``torch.save`` for tensors and plain values."""
 
 
-def torch_value(data: bytes, where: str) -> Any:
+def torch_value(data: bytes, where: str, allowed: Allowed = TORCH_NAMES) -> Any:
     """Return the value of such a pickle, with :class:`Stored` for tensors.
+
+    Args:
+        data: the pickle.
+        where: its name in messages.
+        allowed: all possible names; those of a library beside torch's.
 
     Raises:
         CheckpointError: it has objects of other classes, or sparse or quantized tensors, or subclasses of tensors.
         CorruptError: it is damaged.
 
     """
-    return unpickled(data, TORCH_NAMES, where, _persistent)
+    return unpickled(data, allowed, where, _persistent)
 
 
 def leaves(value: Any, where: str, most: int) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -169,6 +169,7 @@ async def aimport_files(
             )
         tensors = ckpt.metadata.layout.tensors
         metas = [plain_meta(tensors[row]) for row in range(len(tensors))]
+        saving = replace(saving, metadata={**ckpt.user_metadata, **saving.metadata})
         places = {(meta.kind, meta.fqn): Origin(ckpt.source, row) for row, meta in enumerate(metas)}
         result = await asave(
             goal,

@@ -46,7 +46,7 @@ async def commit_in_place(place: Place, *, values: bool, overwrite: bool, user: 
         place: the folder.
         values: take over the values that are not tensors.
         overwrite: replace the metadata of an older import.
-        user: the user metadata of the checkpoint.
+        user: user metadata, beside those that the files have.
 
     Raises:
         As :func:`bcp.tools.import_files`.
@@ -140,7 +140,7 @@ def _stored(found: Metadata, user: Mapping[str, Any]) -> bytes:
         operation=secrets.token_hex(8),
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         version=__version__,
-        user=user,
+        user={**found.commit.user, **user},
     )
     return as_stored(encode_foreign(encode_layout(found.layout), commit, found.foreign))
 

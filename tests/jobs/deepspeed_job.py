@@ -398,3 +398,33 @@ def probe_changed() -> str:
         except bcp.InputError as error:
             return str(error)
     return "accepted"
+
+
+def save_own(path: Path, kind: str, make: Callable[[], nn.Module] = Exact, beside: Path | None = None) -> None:
+    """Take two steps, and save with DeepSpeed's own function; with bcp, too, if ``beside`` is given."""
+    job = Job(kind, make())
+    for step in range(2):
+        job.step(step)
+    job.model.save_checkpoint(str(path), client_state={"epoch": 3, "odd": b"x"})
+    if beside:
+        bcp.save(beside, job.states)
+
+
+def merged(path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that DeepSpeed's own converter makes of a folder."""
+    _deepspeed()
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # noqa: PLC0415 -- as above
+
+    return {name: tensor.clone() for name, tensor in get_fp32_state_dict_from_zero_checkpoint(str(path)).items()}
+
+
+def universal(path: Path, target: Path) -> None:
+    """Make a universal checkpoint of a step's folder, by DeepSpeed's own converter."""
+    _deepspeed()
+    from deepspeed.checkpoint import ds_to_universal  # noqa: PLC0415 -- as above
+
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+    how = {"strict": True, "inject_missing_state": True, **workers}
+    if dist.get_rank() == 0:
+        ds_to_universal.main(SimpleNamespace(input_folder=str(path), output_folder=str(target), **how))
+    dist.barrier()
