@@ -29,11 +29,18 @@ _RECORDS = {
         "_MEM_FORMAT_ENCODING",
     )
 }
+_PLANS = {
+    (f"{_HOME}.planner", name): Record.named(name)
+    for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+}
+"""Classes of the plans that Megatron keeps in the file; they are not looked at."""
+
 _PLACE = ("relative_path", "offset", "length")
 _PATH_MODULES = ("pathlib", "pathlib._local")
 _PATHS = ("PosixPath", "PurePosixPath", "PurePath", "Path", "PureWindowsPath", "WindowsPath")
 NAMES: Allowed = {
     **_RECORDS,
+    **_PLANS,
     (f"{_HOME}.filesystem", "_StorageInfo"): Record.named("_StorageInfo"),
     **{("torch", name): Dtype(name) for name in DTYPES},
     **{(module, name): Call(lambda *parts: "/".join(map(str, parts))) for module in _PATH_MODULES for name in _PATHS},
@@ -78,11 +85,18 @@ class DcpMetadata:
         chunks: all ranges.
         paths: where each name was in the saved state, as keys from the outside in; empty if the file does not say.
         empty: dtype and shape of each tensor without elements and without a range.
+        is_flattened: whether Megatron has reshaped flattened ranges, and has noted the real shapes beside DCP's fields.
     """
 
     chunks: tuple[Chunk, ...]
     paths: Mapping[str, tuple[Any, ...]]
     empty: Mapping[str, tuple[str, Shape]]
+    is_flattened: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """All names, each once."""
+        return list(dict.fromkeys([*(chunk.name for chunk in self.chunks), *self.empty]))
 
 
 def decode_dcp(data: bytes, where: str) -> DcpMetadata:
@@ -107,7 +121,9 @@ def decode_dcp(data: bytes, where: str) -> DcpMetadata:
         raise CorruptError(f"{where} has no file of {lacking[0]!r:.80} and {len(lacking) - 1} more; get it again")
     planned = meta.get("planner_data")
     paths = planned if isinstance(planned, dict) else {}
-    return DcpMetadata(chunks, {name: path for name, path in paths.items() if _is_path(path)}, empty)
+    return DcpMetadata(
+        chunks, {name: path for name, path in paths.items() if _is_path(path)}, empty, bool(meta.get("mcore_data"))
+    )
 
 
 def _is_path(path: object) -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 
 from bcp.errors import CheckpointError, CorruptError
 from bcp.interop.catalogue import Catalogue, Piece
-from bcp.interop.deepspeed_found import MASTER, OPTIMIZER, Found
-from bcp.interop.deepspeed_names import DEEPSPEED_NAMES, Folder, Shape, check_one_model, facts_of, section, shapes_of
+from bcp.interop.deepspeed_names import DEEPSPEED_NAMES, STATES, Folder, Shape, check_one_model, section, shapes_of
 from bcp.interop.deepspeed_universal import add_universal
 from bcp.interop.deepspeed_zero import Flat, Partition, Run, partitions_of, runs_of_rows, runs_of_slices
+from bcp.interop.facts import facts_of
+from bcp.interop.found import MASTER, OPTIMIZER, Found
 from bcp.interop.optimizer_numbers import is_packed, packed_entries
 from bcp.interop.reading import Opened, at_once
 from bcp.interop.torch_content import TorchContent, torch_content
@@ -55,7 +56,7 @@ async def deepspeed_folder(opened: Opened) -> Catalogue:
         found.values,
         found.tied,
         ranks=max(len(partitions), len(contents)),
-        user=facts_of(first),
+        user=facts_of(NAME, first.value, STATES),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from bcp.interop.unpickle import Allowed, Call, Record
 
 __all__ = [
     "DEEPSPEED_NAMES",
+    "STATES",
     "Folder",
     "Shape",
     "check_one_model",
     "deepspeed_roots",
-    "facts_of",
     "is_deepspeed",
     "section",
     "shapes_of",
@@ -38,9 +37,6 @@ OTHERS = re.compile(r"(layer_|expp_rank_).*_states\.pt|layer_.*expert_.*\.pt")
 
 UNIVERSAL = "zero/"
 MOST_NAME_BYTES = 4096
-MOST_FACTS = 32 << 10
-"""Characters of the facts that become user metadata."""
-
 STATES = {
     "module",
     "buffer_names",
@@ -65,6 +61,7 @@ DEEPSPEED_NAMES: Allowed = {
     **TORCH_NAMES,
     ("torch", "Tensor"): "Tensor",
     ("torch._tensor", "_rebuild_from_type_v2"): Call(_tensor),
+    ("argparse", "Namespace"): Record.named("Namespace"),  # Megatron-DeepSpeed's arguments, in the client state
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Call(lambda stage: stage),
     ("deepspeed.utils.tensor_fragment", "fragment_address"): Record.named("fragment_address"),
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): Record.named("LossScaler"),
@@ -165,31 +162,6 @@ def shapes_of(content: TorchContent) -> list[dict[str, Shape]]:
 def _is_named_shape(item: tuple[Any, Any]) -> bool:
     name, shape = item
     return isinstance(name, str) and isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
-
-
-def facts_of(content: TorchContent) -> dict[str, Any]:
-    """Return counters of the engine, the scheduler and the client state, as JSON data.
-
-    Entries that JSON cannot hold, or that are too long, are listed under ``left_out``.
-    """
-    facts: dict[str, Any] = {}
-    left_out: list[str] = []
-    size = 0
-    for key, value in content.value.items():
-        if key in STATES or value is None:
-            continue
-        try:
-            text = json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):
-            text = ""
-        size += len(text)
-        if not text or size > MOST_FACTS:
-            left_out.append(str(key)[:80])
-        else:
-            facts[str(key)] = json.loads(text)
-    if left_out:
-        facts["left_out"] = left_out
-    return {"deepspeed": facts}
 
 
 def check_one_model(folder: Folder) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from bcp.errors import CheckpointError, CorruptError
 from bcp.interop.catalogue import Piece
-from bcp.interop.deepspeed_found import MASTER, OPTIMIZER, Found
 from bcp.interop.deepspeed_names import DEEPSPEED_NAMES, UNIVERSAL, Folder, Shape, section, shapes_of
+from bcp.interop.found import MASTER, OPTIMIZER, Found
 from bcp.interop.reading import at_once
 from bcp.interop.torch_content import TorchContent, torch_content
 from bcp.interop.torch_pickle import Stored

@@ -10,8 +10,8 @@ from typing import Any
 
 from bcp.errors import CheckpointError, CorruptError
 from bcp.interop.catalogue import DTYPES, Piece
-from bcp.interop.deepspeed_found import MASTER
 from bcp.interop.deepspeed_names import DEEPSPEED_NAMES, Folder, Shape, section
+from bcp.interop.found import MASTER
 from bcp.interop.reading import at_once
 from bcp.interop.torch_content import TorchContent, torch_content
 from bcp.interop.torch_pickle import Stored

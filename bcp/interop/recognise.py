@@ -17,6 +17,7 @@ from bcp.interop.dcp_files import METADATA, dcp_folder
 from bcp.interop.deepspeed_files import deepspeed_folder
 from bcp.interop.deepspeed_names import deepspeed_roots, is_deepspeed
 from bcp.interop.hugging_face import hugging_face_folder, is_hugging_face
+from bcp.interop.megatron_files import is_megatron, megatron_folder
 from bcp.interop.reading import Opened
 from bcp.interop.safetensors_files import SUFFIX, safetensors_file
 from bcp.interop.torch_file import torch_file
@@ -59,7 +60,7 @@ async def foreign_metadata(backend: Backend, path: str, infos: Sequence[ObjectIn
 async def _of_folder(opened: Opened) -> Catalogue | None:
     """Return the catalogue of a folder; None if its names tell no format."""
     if METADATA in opened.sizes:
-        return await dcp_folder(opened)
+        return await (megatron_folder(opened) if is_megatron(opened.sizes) else dcp_folder(opened))
     if is_deepspeed(opened.sizes):
         return await deepspeed_folder(opened)
     return await hugging_face_folder(opened) if _is_hugging_face(opened.sizes) else None

@@ -16,7 +16,18 @@ from bcp.interop.catalogue import DTYPES
 from bcp.interop.unpickle import Allowed, Call, unpickled
 from bcp.plan.layout import LARGEST
 
-__all__ = ["STORAGES", "TORCH_NAMES", "Device", "Dtype", "Stored", "empty_dict", "leaves", "torch_value", "value_text"]
+__all__ = [
+    "STORAGES",
+    "TORCH_NAMES",
+    "Device",
+    "Dtype",
+    "Stored",
+    "Unread",
+    "empty_dict",
+    "leaves",
+    "torch_value",
+    "value_text",
+]
 
 MOST_LEVELS = 100
 JSON_DIGITS = 10**18
@@ -49,6 +60,13 @@ class Device:
     """A device of torch, as in ``"cuda:0"``."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Stands for a value that bcp does not read; the reason is for the caller."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +245,8 @@ def value_text(value: Any, most: int, where: str) -> str:
     A value of another type, or of more than ``most`` parts, becomes the text of
     :func:`~bcp.format.foreign_files.unread`. Its reason begins with ``where``.
     """
+    if isinstance(value, Unread):
+        return unread(value.reason)
     try:
         return json.dumps(_json(value, 0, [most]), separators=(",", ":"))
     except ValueError as error:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from bcp.errors import CheckpointError, CorruptError
 
-__all__ = ["Allowed", "Call", "Record", "unpickled"]
+__all__ = ["Allowed", "Call", "Opaque", "Record", "unpickled"]
 
 _FAULTS = (
     pickle.UnpicklingError,
@@ -62,6 +62,23 @@ class Record:
 
 Allowed = Mapping[tuple[str, str], Any]
 """What stands for a module's name: a :class:`Call`, or a constant."""
+
+
+class Opaque(dict[tuple[str, str], Any]):
+    """Allowed names, and all names of some packages: objects of their classes become records.
+
+    No such package is imported. Use it where a file has many classes beside the tensors, as arguments of a job.
+    """
+
+    def __init__(self, allowed: Allowed, packages: tuple[str, ...]) -> None:
+        super().__init__(allowed)
+        self._packages = packages
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, tuple) and str(name[0]).startswith(self._packages))
+
+    def __missing__(self, name: tuple[str, str]) -> Call:
+        return Record.named(".".join(name))
 
 
 def unpickled(data: bytes, allowed: Allowed, where: str, persistent: Callable[[Any], Any] | None = None) -> Any:

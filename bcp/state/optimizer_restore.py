@@ -24,6 +24,7 @@ from bcp.state.optimizer_kinds import fitting_hypers, fitting_states
 from bcp.state.optimizer_states import Trees, fresh, in_tree, owner_of, saved_dtype, scalar_device, zeros
 from bcp.state.optimizers import COUNTS, EMPTY, MASTER, OPTIMIZER, STEP, Slot, is_mark
 from bcp.state.placement import ShardedLeaf
+from bcp.state.step_numbers import StepNumbers
 from bcp.state.values import same_value, shown
 
 __all__ = ["scalar_device", "set_hyper", "slot_targets"]
@@ -55,7 +56,7 @@ def slot_targets(  # noqa: C901 -- one line a kind of entry
             raise StateError(f"the parameter {slot.fqn!r} is in two optimizers or groups; leave it in one")
     entries = _SavedStates.of(saved, slots)
     leaves.foreign.update(entries.left_out(slots))
-    aside, trees = _Aside(slots, entries, saved), Trees()
+    aside, trees, numbers_saved = _Aside(slots, entries, saved), Trees(), StepNumbers(leaves, saved)
     paths: dict[str, tuple[Slot, Path]] = {}
     together = Counter(owner_of(slot) for slot in slots.values())
     made = {
@@ -64,12 +65,13 @@ def slot_targets(  # noqa: C901 -- one line a kind of entry
     counts = []
     for slot in slots.values():
         counted = slot.count is not None or slot.step_in_group or together[owner_of(slot)] > 1
+        is_number = numbers_saved.wants(slot)
         counts += _want_count(leaves, slot, entries.states[slot.fqn], saved) if counted else []
         never_stepped = owner_of(slot) in made and set(entries.states[slot.fqn]) <= {MASTER}  # others of its unit were
         trees.want(leaves, slot, entries.trees[slot.fqn], entries.rooted[slot.fqn], saved)
         leaves.add_all(OPTIMIZER, ((f"state.{slot.fqn}.{mark}", None) for mark in entries.marks(slot)))
         for path, value in () if never_stepped else _live_leaves(slot, entries.trees[slot.fqn], leaves.rank):
-            if counted and path == (STEP,):
+            if (counted or is_number) and path == (STEP,):
                 continue
             name = f"state.{slot.fqn}.{dotted(path)}"
             leaves.add(OPTIMIZER, name, value)
@@ -83,8 +85,10 @@ def slot_targets(  # noqa: C901 -- one line a kind of entry
         _agreed(objects, slots, entries)
 
     def finish(objects: Mapping[ObjectKey, Any]) -> None:
+        objects = numbers_saved.fill(objects, counts)
         changes, numbers = _agreed({**objects, **tensors}, slots, entries), _counted(counts, entries.counts)
         _set_states(objects, slots, entries, paths)
+        numbers_saved.settle()
         trees.set_in(objects)
         for group, key, value in numbers:
             set_hyper(group, key, value)
@@ -262,7 +266,7 @@ def _materialise(leaves: Leaves, slot: Slot, entries: _SavedStates, saved: Check
             slot.state.setdefault(slot.parameter, {})[STEP] = COUNTS[entries.counts[slot.fqn]]
         elif name in saved.rows:
             slot.state.setdefault(slot.parameter, {})[key] = zeros(slot, key, saved.meta(name))
-        elif key not in slot.values:
+        elif key not in slot.values and key != STEP:  # StepNumbers wants it
             leaves.add_object(*name, None)
     return bool(slot.values)
 
@@ -320,7 +324,8 @@ def _want_count(
         return []
     name = (OPTIMIZER, f"state.{slot.fqn}.{STEP}")
     count = torch.zeros((), dtype=saved_dtype(saved.meta(name)) if name in saved.rows else torch.float32)
-    leaves.add(*name, count)
+    if name not in saved.objects:
+        leaves.add(*name, count)
     return [(slot, count)]
 
 

@@ -20,6 +20,7 @@ import torch
 
 from bcp.errors import StateError
 from bcp.plan.box import Box
+from bcp.plan.numbered import numbered
 from bcp.state.names import walk
 from bcp.state.placement import LocalInterval, Placement
 
@@ -32,9 +33,6 @@ __all__ = [
     "regrouped",
     "whole_placement",
 ]
-
-_NUMBERED = frozenset({"layers", "experts"})
-"""Segments of keys behind which Megatron writes the number of a layer or an expert, where it has no axis for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +90,7 @@ def flat_placement(shard: LogicalShard, low: int, high: int, *, stated: bool = T
 
 def named(leaf: Any) -> str:
     """Return the logical name: the key, with the indices on prepended axes where Megatron writes them itself."""
-    return _numbered(leaf.key, leaf.global_offset[: leaf.prepend_axis_num])
-
-
-def _numbered(key: str, indices: Sequence[int]) -> str:
-    """Return the name of a key's tensor at these indices on its first axes."""
-    numbers = list(map(str, indices))
-    if not numbers:
-        return key
-    segments = key.split(".")
-    following = [*segments[1:], ""]
-    places = [
-        index
-        for index, (segment, after) in enumerate(zip(segments, following, strict=True))
-        if segment in _NUMBERED and segment != after and not after.isdigit()
-    ]
-    if len(places) != len(numbers):
-        return ".".join([*segments, *numbers])
-    for place, number in reversed(list(zip(places, numbers, strict=True))):
-        segments.insert(place + 1, number)
-    return ".".join(segments)
+    return numbered(leaf.key, leaf.global_offset[: leaf.prepend_axis_num])
 
 
 def regrouped(leaf: Any, shape_of: Callable[[str], tuple[int, ...] | None]) -> list[LogicalShard] | None:
@@ -125,12 +104,12 @@ def regrouped(leaf: Any, shape_of: Callable[[str], tuple[int, ...] | None]) -> l
     shape, offsets = tuple(leaf.global_shape), tuple(leaf.global_offset)
     lengths = (*itertools.repeat(1, leaf.prepend_axis_num), *leaf.local_shape)
     for axes in range(len(shape) + 1):
-        if math.prod(lengths) and shape_of(_numbered(leaf.key, offsets[:axes])) == shape[axes:]:
+        if math.prod(lengths) and shape_of(numbered(leaf.key, offsets[:axes])) == shape[axes:]:
             box = Box(offsets[axes:], lengths[axes:])
             ranges = (range(low, low + length) for low, length in zip(offsets[:axes], lengths[:axes], strict=True))
             return [
                 LogicalShard(
-                    _numbered(leaf.key, indices),
+                    numbered(leaf.key, indices),
                     shape[axes:],
                     (LocalInterval.whole(box, number * box.numel),),
                     _is_main(leaf),

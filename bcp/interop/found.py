@@ -1,4 +1,4 @@
-"""Tensors and values of a checkpoint of DeepSpeed as they are found, by the names of bcp."""
+"""Tensors and values of a foreign checkpoint as they are found, by the names of bcp."""
 
 from __future__ import annotations
 
