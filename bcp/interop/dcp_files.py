@@ -40,7 +40,7 @@ class Naming(Protocol):
     def allowed(self) -> Allowed:
         """All names in the pickles of values."""
 
-    def pieces(self, piece: Piece) -> Iterable[Piece]:
+    def boxes(self, piece: Piece) -> Iterable[Piece]:
         """Return a box by its names here; ``piece`` has the name of the library."""
 
     def value(self, name: str, value: Any, words: str, most: int) -> Iterable[tuple[Name, str]]:
@@ -64,7 +64,7 @@ class _Plain:
     def __init__(self, names: Mapping[str, Name]) -> None:
         self._names = names
 
-    def pieces(self, piece: Piece) -> Iterable[Piece]:
+    def boxes(self, piece: Piece) -> Iterable[Piece]:
         kind, name = self._names[piece.name]
         return [replace(piece, kind=kind, name=name)]
 
@@ -90,27 +90,31 @@ async def dcp_folder(opened: Opened) -> Catalogue:
     )
 
 
-async def dcp_parts(opened: Opened, named: Callable[[DcpMetadata], Naming]) -> DcpParts:
-    """List the tensors and values of a folder by the names that ``named`` gives. Raises as :func:`dcp_folder`."""
-    where = f"{opened.path}/{METADATA}"
-    check_small(where, opened.sizes[METADATA], MOST_METADATA_BYTES)
-    data = await opened.read(METADATA, 0, opened.sizes[METADATA])
-    meta = await in_thread_gc_paused(decode_dcp, data, where)
+async def dcp_parts(opened: Opened, named: Callable[[DcpMetadata], Naming], folder: str = "") -> DcpParts:
+    """List the tensors and values of a folder by the names that ``named`` gives. Raises as :func:`dcp_folder`.
+
+    ``folder`` is the place of the files below the opened folder, with a slash.
+    """
+    key = folder + METADATA
+    where = f"{opened.path}/{key}"
+    check_small(where, opened.sizes[key], MOST_METADATA_BYTES)
+    data = await opened.read(key, 0, opened.sizes[key])
+    meta = (await in_thread_gc_paused(decode_dcp, data, where)).below(folder)
     _check_places(opened, meta, where)
     naming = named(meta)
-    empty = (Piece.whole("", name, *meta.empty[name], METADATA, 0) for name in meta.empty)
-    pieces = [piece for whole in empty for piece in naming.pieces(whole)]
+    empty = (Piece.whole("", name, *meta.empty[name], key, 0) for name in meta.empty)
+    pieces = [piece for whole in empty for piece in naming.boxes(whole)]
     values: dict[Name, str] = {}
     ordered = sorted(meta.chunks, key=lambda chunk: (chunk.key, chunk.start))
     for chunks in (ordered[first : first + BATCH] for first in range(0, len(ordered), BATCH)):
         ahead = await opened.looked_ahead(span for chunk in chunks for span in _edges(chunk))
         for chunk in chunks:
             if chunk.dtype:
-                pieces.extend(naming.pieces(await _piece(ahead, chunk)))
+                pieces.extend(naming.boxes(await _piece(ahead, chunk)))
             else:
                 values.update(await _value(ahead, chunk, naming))
         await asyncio.sleep(0)  # others of this loop may run between
-    writers = [int(match[1]) for chunk in meta.chunks if (match := WRITER.fullmatch(chunk.key))]
+    writers = [int(match[1]) for chunk in meta.chunks if (match := WRITER.fullmatch(chunk.key.removeprefix(folder)))]
     return DcpParts(pieces, values, max(writers, default=0) + 1)
 
 
@@ -127,6 +131,8 @@ def _check_places(opened: Opened, meta: DcpMetadata, where: str) -> None:
 
 def _edges(chunk: Chunk) -> Sequence[tuple[str, int, int]]:
     """Return head and end of a zip: its small entries, and its directory."""
+    if chunk.pickle:
+        return ()
     stop = chunk.start + chunk.nbytes
     head, tail = min(chunk.start + HEAD_BYTES, stop), max(stop - TAIL_BYTES, chunk.start)
     return (chunk.key, chunk.start, head), (chunk.key, tail, stop)
@@ -135,8 +141,8 @@ def _edges(chunk: Chunk) -> Sequence[tuple[str, int, int]]:
 async def _piece(opened: Opened, chunk: Chunk) -> Piece:
     """Find the elements of a box in its zip."""
     words = f"{opened.path}/{chunk.key}: {chunk.name!r} at byte {chunk.start}"
-    archive = await Zip.of(opened, chunk.key, chunk.start, chunk.nbytes)
-    stored = torch_value(await archive.read("data.pkl", MOST_PICKLE_BYTES), words)
+    archive = None if chunk.pickle else await Zip.of(opened, chunk.key, chunk.start, chunk.nbytes)
+    stored = torch_value(chunk.pickle if archive is None else await archive.read("data.pkl", MOST_PICKLE_BYTES), words)
     if not isinstance(stored, Stored) or (stored.dtype, stored.shape) != (chunk.dtype, chunk.length):
         found = f"{stored.dtype}{list(stored.shape)}" if isinstance(stored, Stored) else type(stored).__name__
         raise CorruptError(
@@ -145,8 +151,13 @@ async def _piece(opened: Opened, chunk: Chunk) -> Piece:
     if not stored.is_contiguous:
         raise CheckpointError(f"{words} has strides {list(stored.stride)}; save it with .contiguous()")
     start = 0
-    if stored.nbytes:
-        entry, first = archive.entries.get(f"data/{stored.key}"), stored.offset * DTYPES[stored.dtype]
+    first = stored.offset * DTYPES[stored.dtype]
+    if archive is None:
+        if first + stored.nbytes > chunk.nbytes:
+            raise CorruptError(f"{words} ends behind its {chunk.nbytes} bytes; get the file again")
+        start = chunk.start + first
+    elif stored.nbytes:
+        entry = archive.entries.get(f"data/{stored.key}")
         if entry is None or first + stored.nbytes > entry.nbytes:
             raise CorruptError(f"{words} ends behind its storage; get the file again")
         start = await archive.data_start(f"data/{stored.key}") + first

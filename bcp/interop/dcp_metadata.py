@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bcp.errors import CheckpointError, CorruptError
@@ -35,12 +35,18 @@ _PLANS = {
 }
 """Classes of the plans that Megatron keeps in the file; they are not looked at."""
 
+_BYTE_CHECKPOINT = {
+    ("bytecheckpoint.checkpointer.meta_type", name): Record.named(name) for name in ("Metadata", "_StorageInfo")
+}
+"""Classes of ByteCheckpoint with the attributes of DCP's, and ``all_tensor_metadata``."""
+
 _PLACE = ("relative_path", "offset", "length")
 _PATH_MODULES = ("pathlib", "pathlib._local")
 _PATHS = ("PosixPath", "PurePosixPath", "PurePath", "Path", "PureWindowsPath", "WindowsPath")
 NAMES: Allowed = {
     **_RECORDS,
     **_PLANS,
+    **_BYTE_CHECKPOINT,
     (f"{_HOME}.filesystem", "_StorageInfo"): Record.named("_StorageInfo"),
     **{("torch", name): Dtype(name) for name in DTYPES},
     **{(module, name): Call(lambda *parts: "/".join(map(str, parts))) for module in _PATH_MODULES for name in _PATHS},
@@ -65,6 +71,7 @@ class Chunk:
         shape: global shape of the tensor.
         offset: first corner of the box.
         length: its extent.
+        pickle: the pickle of the tensor, where the range has its elements alone; else the range is a zip.
     """
 
     name: str
@@ -75,6 +82,7 @@ class Chunk:
     shape: Shape = ()
     offset: Shape = ()
     length: Shape = ()
+    pickle: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +94,20 @@ class DcpMetadata:
         paths: where each name was in the saved state, as keys from the outside in; empty if the file does not say.
         empty: dtype and shape of each tensor without elements and without a range.
         is_flattened: whether Megatron has reshaped flattened ranges, and has noted the real shapes beside DCP's fields.
+        version: of ByteCheckpoint; None if the file is not of it.
     """
 
     chunks: tuple[Chunk, ...]
     paths: Mapping[str, tuple[Any, ...]]
     empty: Mapping[str, tuple[str, Shape]]
     is_flattened: bool = False
+    version: str | None = None
+
+    def below(self, folder: str) -> DcpMetadata:
+        """Return the same with the files in a folder, given with its slash."""
+        if not folder:
+            return self
+        return replace(self, chunks=tuple(replace(chunk, key=folder + chunk.key) for chunk in self.chunks))
 
     @property
     def names(self) -> list[str]:
@@ -113,7 +129,7 @@ def decode_dcp(data: bytes, where: str) -> DcpMetadata:
     if not isinstance(tensors, dict) or not isinstance(stored, dict):
         raise CorruptError(f"{where} has no tables of tensors and files; get it again")
     boxes = {name: _boxes(entry, f"{where}: {name!r:.80}") for name, entry in tensors.items()}
-    chunks = tuple(_chunks(boxes, stored, where))
+    chunks = tuple(_chunks(boxes, stored, _pickles(meta, where), where))
     found = {chunk.name for chunk in chunks}
     left = {name: box for name, box in boxes.items() if name not in found}
     empty = {name: box[:2] for name, box in left.items() if isinstance(name, str) and box is not None and 0 in box[1]}
@@ -121,8 +137,13 @@ def decode_dcp(data: bytes, where: str) -> DcpMetadata:
         raise CorruptError(f"{where} has no file of {lacking[0]!r:.80} and {len(lacking) - 1} more; get it again")
     planned = meta.get("planner_data")
     paths = planned if isinstance(planned, dict) else {}
+    version = meta.get("bytecheckpoint_version")
     return DcpMetadata(
-        chunks, {name: path for name, path in paths.items() if _is_path(path)}, empty, bool(meta.get("mcore_data"))
+        chunks,
+        {name: path for name, path in paths.items() if _is_path(path)},
+        empty,
+        bool(meta.get("mcore_data")),
+        version if isinstance(version, str) else None,
     )
 
 
@@ -137,7 +158,20 @@ def _attribute(record: object, kind: str, attribute: str, where: str) -> Any:
     return record.get(attribute)
 
 
-def _chunks(boxes: Mapping[Any, _Boxes | None], stored: Mapping[Any, Any], where: str) -> Iterator[Chunk]:
+def _pickles(meta: Record, where: str) -> dict[tuple[Any, Any], bytes]:
+    """Return the pickles of tensors by name and first corner; empty if ranges are zips."""
+    found = meta.get("all_tensor_metadata")
+    pairs = found.items() if isinstance(found, dict) else ()
+    keyed = ((_attribute(index, "MetadataIndex", "fqn", where), index.get("offset"), data) for index, data in pairs)
+    return {(name, offset): data for name, offset, data in keyed if isinstance(data, bytes)}
+
+
+def _chunks(
+    boxes: Mapping[Any, _Boxes | None],
+    stored: Mapping[Any, Any],
+    pickles: Mapping[tuple[Any, Any], bytes],
+    where: str,
+) -> Iterator[Chunk]:
     """Yield all ranges; ``boxes`` has those of each tensor, and None for a value."""
     for index, info in stored.items():
         name = _attribute(index, "MetadataIndex", "fqn", where)
@@ -157,7 +191,8 @@ def _chunks(boxes: Mapping[Any, _Boxes | None], stored: Mapping[Any, Any], where
         offset = check_shape(index.get("offset") or (0,) * len(shape), words)
         if offset not in lengths:
             raise CorruptError(f"{words} has a range of the box at {list(offset)}, which is not listed; get it again")
-        yield Chunk(name, key, start, nbytes, dtype, shape, offset, lengths[offset])
+        pickle = pickles.get((name, index.get("offset")), b"")
+        yield Chunk(name, key, start, nbytes, dtype, shape, offset, lengths[offset], pickle)
 
 
 def _boxes(entry: object, words: str) -> _Boxes | None:

@@ -122,7 +122,7 @@ class _Names:
                 "load it with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
             )
 
-    def pieces(self, piece: Piece) -> Iterable[Piece]:
+    def boxes(self, piece: Piece) -> Iterable[Piece]:
         """Return a box by the names of its layers and experts."""
         if BUCKETS.fullmatch(piece.name):
             self.has_buckets = True

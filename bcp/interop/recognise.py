@@ -12,6 +12,7 @@ from bcp.backends.cooled import hot_of
 from bcp.backends.files import open_regular
 from bcp.backends.prefixed import PrefixedBackend
 from bcp.errors import BcpError, CorruptError, NotACheckpointError
+from bcp.interop.byte_checkpoint import byte_checkpoint_folder, is_byte_checkpoint
 from bcp.interop.catalogue import Catalogue
 from bcp.interop.dcp_files import METADATA, dcp_folder
 from bcp.interop.deepspeed_files import deepspeed_folder
@@ -63,12 +64,16 @@ async def _of_folder(opened: Opened) -> Catalogue | None:
         return await (megatron_folder(opened) if is_megatron(opened.sizes) else dcp_folder(opened))
     if is_deepspeed(opened.sizes):
         return await deepspeed_folder(opened)
+    if await is_byte_checkpoint(opened):
+        return await byte_checkpoint_folder(opened)
     return await hugging_face_folder(opened) if _is_hugging_face(opened.sizes) else None
 
 
 def is_foreign_folder(keys: Collection[str]) -> bool:
     """Whether a folder with these files has a format of another library, by their names."""
-    return METADATA in keys or bool(deepspeed_roots(keys)) or _is_hugging_face(keys)
+    return (
+        any(key.rpartition("/")[2] == METADATA for key in keys) or bool(deepspeed_roots(keys)) or _is_hugging_face(keys)
+    )
 
 
 def _is_hugging_face(keys: Collection[str]) -> bool:
