@@ -22,6 +22,7 @@ from bcp.interop.megatron_files import is_megatron, megatron_folder
 from bcp.interop.reading import Opened
 from bcp.interop.safetensors_files import SUFFIX, safetensors_file
 from bcp.interop.torch_file import torch_file
+from bcp.interop.torchsnapshot_files import MANIFEST, torchsnapshot_folder
 from bcp.protocols import Backend, ObjectInfo
 from bcp.runtime.threads import in_thread, in_thread_gc_paused
 
@@ -64,6 +65,8 @@ async def _of_folder(opened: Opened) -> Catalogue | None:
         return await (megatron_folder(opened) if is_megatron(opened.sizes) else dcp_folder(opened))
     if is_deepspeed(opened.sizes):
         return await deepspeed_folder(opened)
+    if MANIFEST in opened.sizes:
+        return await torchsnapshot_folder(opened)
     if await is_byte_checkpoint(opened):
         return await byte_checkpoint_folder(opened)
     return await hugging_face_folder(opened) if _is_hugging_face(opened.sizes) else None

@@ -79,8 +79,12 @@ class TorchContent:
         return found
 
 
-async def torch_content(opened: Opened, key: str, allowed: Allowed = TORCH_NAMES) -> TorchContent:
-    """Read the value of a file of ``torch.save``; no tensor is read.
+async def torch_content(
+    opened: Opened, key: str, allowed: Allowed = TORCH_NAMES, span: tuple[int, int] | None = None
+) -> TorchContent:
+    """Read the value of a file of ``torch.save``, or of a part of a file; no tensor is read.
+
+    ``span`` has first byte and end of the part.
 
     Raises:
         CheckpointError: the pickle names something that is not ``allowed``, or a big-endian host saved the file.
@@ -88,7 +92,8 @@ async def torch_content(opened: Opened, key: str, allowed: Allowed = TORCH_NAMES
 
     """
     where = f"{opened.path}/{key}"
-    archive = await Zip.of(opened, key, 0, opened.sizes[key])
+    start, stop = span or (0, opened.sizes[key])
+    archive = await Zip.of(opened, key, start, stop - start)
     if "byteorder" in archive.entries and await archive.read("byteorder", 16) != b"little":
         raise CheckpointError(f"{where} was saved by a big-endian host; save it anew on a little-endian one")
     pickle = await archive.read("data.pkl", MOST_PICKLE_BYTES)

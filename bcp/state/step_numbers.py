@@ -62,5 +62,5 @@ class StepNumbers:
 def has_tensor_steps(optimizer: type[Any] | None) -> bool:
     """Whether an optimizer is one of torch, or a subclass, whose step counts are tensors."""
     return optimizer is not None and any(
-        base.__name__ in _WITH_TENSORS and base.__module__.startswith("torch.optim.") for base in optimizer.__mro__
+        base.__name__ in _WITH_TENSORS and base.__module__.startswith("torch.optim") for base in optimizer.__mro__
     )

@@ -33,7 +33,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.AdamW]:
 
 def wrapped(model: torch.nn.Module, kind: str) -> Any:
     """Put a model under a framework."""
-    if kind == "ddp":
+    if kind in ("ddp", "sharded"):
         return torch.nn.parallel.DistributedDataParallel(model)
     if kind == "fsdp2":
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 -- one of three
@@ -76,6 +76,7 @@ def rank(number: int, kind: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]  # ByteCheckpoint asks it
     torch.cuda.set_device = lambda _: None
+    os.environ["TORCHSNAPSHOT_MAX_CHUNK_SIZE_BYTES_OVERRIDE"] = "64"  # so that there are chunks
     dist.init_process_group("gloo", rank=number, world_size=RANKS)
     model = wrapped(trained()[0], kind.partition("-")[2])
     optimizer = optimizer_of(model)
@@ -90,12 +91,31 @@ def rank(number: int, kind: str) -> None:
 
         progress = torchsnapshot.StateDict(epoch=3, rate=0.1, name="run", done=False, blob=b"\x00\xff")
         kept = {"model": model, "optimizer": optimizer, "progress": progress}
-        torchsnapshot.Snapshot.take(str(DATA / kind), kept, replicated=["**"] if kind.endswith("ddp") else [])
+        if kind.endswith("sharded"):
+            rows = {name: _rows(tensor.detach(), number) for name, tensor in model.module.named_parameters()}
+            kept = {"model": torchsnapshot.StateDict(**rows, flag=torch.tensor([1 + 2j])), "progress": progress}
+        torchsnapshot.Snapshot.take(str(DATA / kind), kept, replicated=["**"])
     dist.barrier()
     dist.destroy_process_group()
 
 
-KINDS = ["bytecheckpoint-ddp", "bytecheckpoint-fsdp", "bytecheckpoint-fsdp2", "torchsnapshot-ddp", "torchsnapshot-fsdp"]
+def _rows(tensor: torch.Tensor, number: int) -> Any:
+    """Return a sharded tensor, of which each rank has some rows."""
+    from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards  # noqa: PLC0415 -- as above
+
+    size = -(-len(tensor) // RANKS)
+    own = tensor[number * size : (number + 1) * size].clone()
+    shard = Shard.from_tensor_and_offsets(own, [number * size, *(0 for _ in tensor.shape[1:])], number)
+    return init_from_local_shards([shard], *tensor.shape)
+
+
+KINDS = [
+    "bytecheckpoint-ddp",
+    "bytecheckpoint-fsdp",
+    "bytecheckpoint-fsdp2",
+    "torchsnapshot-ddp",
+    "torchsnapshot-sharded",
+]
 
 
 if __name__ == "__main__":
