@@ -428,8 +428,8 @@ def load(
     all its tensors.
 
     Args:
-        path: the path of the save; or files of another library: a folder of Hugging Face or of
-            ``torch.distributed.checkpoint``, a safetensors file, a file of ``torch.save``.
+        path: the path of the save; or files of another library: a folder of Hugging Face,
+            ``torch.distributed.checkpoint``, DeepSpeed or Megatron-core, a safetensors file, a file of ``torch.save``.
         states: the same kinds as for :func:`save`; any subset of those that were saved. Parameters and persistent
             buffers of a module may be on the meta device, also sharded by FSDP2 or TP. Each that is loaded gets memory
             of its own: on the CPU, or its shard on the device of the mesh. It keeps its identity, so that an optimizer

@@ -25,7 +25,7 @@ COMMANDS = {
     "cat": "Print a tensor, a value or an object of a checkpoint.",
     "verify": "Compare all bytes of checkpoints with their checksums.",
     "diff": "Compare two checkpoints.",
-    "import": "Make a checkpoint of files of Hugging Face, DCP, safetensors or torch.save.",
+    "import": "Make a checkpoint of files of Hugging Face, DCP, DeepSpeed, Megatron-core, torch.save and others.",
     "cp": "Copy a checkpoint, and check every byte on its way.",
     "edit": "Rename, drop, cast and add tensors of a checkpoint, in place.",
     "export": "Write a checkpoint for Hugging Face, safetensors, torch.load or DCP.",

@@ -16,6 +16,7 @@ from bcp.interop.unpickle import Allowed, Call, Record
 
 __all__ = [
     "DEEPSPEED_NAMES",
+    "MODEL",
     "STATES",
     "Folder",
     "Shape",

@@ -11,6 +11,7 @@ from bcp.backends.cooled import hot_of
 from bcp.backends.files import open_regular
 from bcp.backends.place import FILE_SUFFIXES
 from bcp.errors import CorruptError
+from bcp.interop.deepspeed_names import MODEL
 from bcp.interop.safetensors_files import SUFFIX
 from bcp.protocols import Backend
 from bcp.runtime.threads import in_thread
@@ -38,6 +39,8 @@ async def foreign_words(backend: Backend, path: str, keys: Collection[str]) -> s
         if name == ".metadata" or (folder and name.endswith(SUFFIX)):
             what = "torch.distributed.checkpoint" if name == ".metadata" else "safetensors files"
             return f"{path} is not a checkpoint, and has one of {what} in {folder}: pass {path}/{folder}"
+        if folder and MODEL.fullmatch(name):
+            return f"{path} is not a checkpoint, and has one of DeepSpeed in {folder}: pass {path}/{folder}"
         if name.endswith(".distcp"):
             return f"{path} has {key} of torch.distributed.checkpoint, and no .metadata: its save has not ended"
         if Path(name).suffix in FILE_SUFFIXES:

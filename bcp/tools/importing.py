@@ -58,13 +58,14 @@ def import_files(
     coordinator: Coordinator | None = None,
     progress: Progress = ignore_progress,
 ) -> ImportResult:
-    """Make a checkpoint of a Hugging Face folder, a DCP folder, a safetensors file, or a file of ``torch.save``.
+    """Make a checkpoint of files of another library: Hugging Face, DCP, DeepSpeed, Megatron-core, and others.
 
     ``bcp.load`` and :class:`bcp.Checkpoint` read such files as they are. Import them for checksums, for one atomic
     commit, or to move them to another storage. The bytes are streamed: no tensor has to fit into memory. Under torchrun
     every rank reads and writes an equal share.
 
-    The new checkpoint has the names of the source, as :class:`bcp.Checkpoint` shows them.
+    The new checkpoint has the names and the user metadata of the source, as :class:`bcp.Checkpoint` shows them.
+    ``docs/other-formats.md`` lists the formats, and what each of them leaves out.
 
     With ``copy=False`` the folder of the files becomes the checkpoint: ``metadata.arrow`` is written beside them, and
     no tensor is read. From then on the folder is opened by this one object. Its files stay where they are, and have no
