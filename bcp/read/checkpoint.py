@@ -220,7 +220,8 @@ class Checkpoint(Facts):
     compared with its checksum.
 
     Files of other libraries open, too: folders of Hugging Face, ``torch.distributed.checkpoint``, DeepSpeed,
-    Megatron-core, ByteCheckpoint and torchsnapshot, safetensors files, and files of ``torch.save``. They stay as they are, and have no checksums.
+    Megatron-core, ByteCheckpoint and torchsnapshot, safetensors files, and files of ``torch.save``. They stay as they
+    are, and have no checksums.
 
     Args:
         path: a directory, a URL, or a backend, as for :func:`bcp.load`; or a local file of another library.

@@ -259,6 +259,13 @@ def test_latest_names_another_folder(own: Own, tmp_path: Path, tag: str, words: 
         bcp.Checkpoint(root).names()
 
 
+def test_the_folder_above_without_latest_says_what_to_pass(own: Own, tmp_path: Path) -> None:
+    root = shutil.copytree(own("z1/fp32"), tmp_path / "root")
+    (root / "latest").unlink()
+    with pytest.raises(bcp.NotACheckpointError, match=rf"has one of DeepSpeed in {STEP}: pass .*root/{STEP}"):
+        bcp.Checkpoint(root).names()
+
+
 @pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "layer_00-model_00-model_states.pt"])
 def test_parts_of_a_model_need_a_universal_checkpoint(copied: Callable[[str], Path], name: str) -> None:
     folder = copied("z1/fp32")
