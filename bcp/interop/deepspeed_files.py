@@ -120,10 +120,17 @@ def _add_singles(found: Found, groups: Sequence[Sequence[str]], partition: Parti
 
 def _add_groups(found: Found, groups: Sequence[Sequence[str]], partition: Partition, where: str) -> None:
     """Add the hyper-parameters; in stage 3 a group consists of several sub-groups."""
+    left = set(range(len(groups)))
     for at, hyper in enumerate(partition.hyper):
         members = hyper.get("params") if isinstance(hyper, Mapping) else None
-        if not isinstance(members, list) or not all(type(n) is int and 0 <= n < len(groups) for n in members):
-            raise CorruptError(f"{where}: group {at} of the optimizer names partitions that are not there")
+        if not isinstance(members, list) or not all(type(member) is int for member in members):
+            raise CorruptError(f"{where}: group {at} of the optimizer has no list of partitions; get the files again")
+        if len(set(members)) < len(members) or not left.issuperset(members):
+            raise CorruptError(
+                f"{where}: group {at} of the optimizer names a partition that is not there, or is another group's; get "
+                "the files again"
+            )
+        left -= set(members)
         found.add_hyper((name for member in members for name in groups[member]), hyper, where)
 
 

@@ -154,10 +154,14 @@ def section(content: TorchContent, key: str, kind: type = dict) -> Any:
 def shapes_of(content: TorchContent) -> list[dict[str, Shape]]:
     """Return the shapes of parameters, by group and name, in the order of their elements."""
     groups = section(content, "param_shapes", list)
+    seen: set[Any] = set()
     for group in groups:
         if not isinstance(group, dict) or not all(map(_is_named_shape, group.items())):
             raise CorruptError(f"{content.where} has param_shapes that are no shapes; get the file again")
-    return [dict(group) for group in groups]
+        if twice := seen & group.keys():
+            raise CorruptError(f"{content.where} has the shape of {min(twice)!r:.80} in two groups; get the file again")
+        seen |= group.keys()
+    return groups  # type: ignore[no-any-return]  # checked above
 
 
 def _is_named_shape(item: tuple[Any, Any]) -> bool:

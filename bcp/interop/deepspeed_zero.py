@@ -149,9 +149,12 @@ async def _partition(content: TorchContent) -> Partition:
         (at, name): Flat(t.dtype, prod(t.shape), content.key, places["optimizer", f"{name} of group {at}"])
         for (at, name), t in tensors.items()
     }
-    groups = []
-    for at in range(len(masters)):
-        own = {name: flat for (group, name), flat in flats.items() if group == at and name != MASTER}
+    groups: list[Group] = []
+    by_group: list[dict[str, Flat]] = [{} for _ in masters]
+    for (at, name), flat in flats.items():
+        by_group[at][name] = flat
+    for at, named in enumerate(by_group):
+        own = {name: flat for name, flat in named.items() if name != MASTER}
         shaped = {name for name in own if tensors[at, name].shape}
         groups.append(
             Group(

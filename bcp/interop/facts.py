@@ -34,15 +34,34 @@ def facts_of(
         if key in states or entry is None:
             continue
         try:
-            text = json.dumps(entry, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):
-            text = ""
+            plain = _plain(entry, [MOST_FACTS])
+            text = json.dumps(plain, allow_nan=False)
+        except (ValueError, RecursionError):
+            lost.append(str(key))
+            continue
         size += len(text)
-        if not text or size > MOST_FACTS:
+        if size > MOST_FACTS:
             lost.append(str(key))
         else:
-            facts[str(key)] = json.loads(text)
+            facts[str(key)] = plain
     if lost:
         more = [f"and {len(lost) - MOST_LEFT_OUT} more"] if len(lost) > MOST_LEFT_OUT else []
         facts["left_out"] = [name[:200] for name in lost[:MOST_LEFT_OUT]] + more
     return {library: facts}
+
+
+def _plain(value: Any, left: list[int]) -> Any:
+    """Return a value as JSON data. A pickle of a few bytes may refer to one list or string very often.
+
+    Raises ValueError if it is of another type, or has more than ``left`` parts and characters.
+    """
+    left[0] -= 1 + (len(value) if isinstance(value, str) else 0)
+    if left[0] < 0:
+        raise ValueError("it is too long")
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        return [_plain(child, left) for child in value]
+    if type(value) is dict and all(type(key) in (str, int) for key in value):
+        return {_plain(str(key), left): _plain(child, left) for key, child in value.items()}
+    raise ValueError("it is no JSON data")

@@ -201,7 +201,8 @@ async def _add_common(found: Found, content: TorchContent, parameters: Mapping[i
     for chain, state in _optimizers(content.value.get("optimizer")):
         names, groups = list(parameters.get(chain, ())), _groups(state, content.where)
         keys = dict.fromkeys(key for group in groups for key in group)
-        same = [key for key in keys if all(key in group and group[key] == groups[0][key] for group in groups)]
+        texts = [{key: value_text(group[key], found.most, content.where) for key in group} for group in groups]
+        same = [key for key in keys if len({text.get(key) for text in texts}) == 1]
         found.add_hyper(names, {key: groups[0][key] for key in same if key not in NOT_SAVED}, content.where)
         left_out += [f"optimizer {chain}: {key} of {len(groups)} groups" for key in keys if key not in same]
         states = state.get("state")
@@ -228,6 +229,8 @@ def _optimizers(state: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _groups(state: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
     groups = state.get("param_groups", [])
+    if isinstance(groups, list):
+        groups = list({id(group): group for group in groups}.values())  # a pickle may refer to one very often
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise CorruptError(f"{where} has param_groups that are no groups; get the file again")
     return groups

@@ -108,8 +108,8 @@ def _by_path(entries: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 def _ordered(entries: Mapping[str, Any], path: str, name: str = "") -> Iterator[str]:
     """Yield the names below a container in the order of its keys."""
-    for key in entries.get(path, {}).get("keys") or ():
-        inside = f"{path}/{str(key).replace('%', '%25').replace('/', '%2F')}"
+    for key in dict.fromkeys(map(str, entries.get(path, {}).get("keys") or ())):
+        inside = f"{path}/{key.replace('%', '%25').replace('/', '%2F')}"
         if entries.get(inside, {}).get("type") in CONTAINERS:
             yield from _ordered(entries, inside, f"{name}{key}.")
         else:
@@ -130,7 +130,7 @@ async def _parts(opened: Opened, entries: Mapping[str, Sequence[dict[str, Any]]]
             part.order.append(name)
         elif kind == "object" or kind in PRIMITIVES:
             values = [await _value(opened, entry, words) for entry in of_ranks]
-            if all(value == values[0] for value in values):
+            if len({value_text(value, opened.sizes[MANIFEST], "") for value in values}) == 1:
                 part.values[name] = values[0]
             else:
                 left_out.append(path)
