@@ -387,6 +387,14 @@ class ColdPlaces:
             known = self._record.places[::-1] if name in self._record.cooled else ()
             return [await self.opened(place) for place in known]
 
+    async def run(self) -> Backend:
+        """Return the storage over the run's folder, which is opened if it was not. :meth:`aclose` closes it.
+
+        Raises InputError if it cannot be opened.
+        """
+        async with self._lock:
+            return await self._opened_run()
+
     async def owns(self, place: OpenPlace) -> bool:
         """Whether a place is noted for this run, and not for another one whose folder this one is a copy of.
 
@@ -408,10 +416,13 @@ class ColdPlaces:
     async def _recorded(self, name: str) -> ColdRecord:
         if self._given is not None:
             return ColdRecord((ColdPlace(self._given, ""),), frozenset({name}))
+        record, _ = await stored_record(await self._opened_run(), self._where)
+        return record
+
+    async def _opened_run(self) -> Backend:
         if not isinstance(self._run, Backend):
             self._run, self._was_opened = await in_thread(self._run), True
-        record, _ = await stored_record(self._run, self._where)
-        return record
+        return self._run
 
     async def opened(self, place: ColdPlace) -> OpenPlace:
         """Return the storage of a place. Raises InputError if it cannot be opened."""

@@ -69,27 +69,29 @@ def cooled(
     retries: RetryPolicy | None = None,
     *,
     given: str | None = None,
+    closes: bool = True,
 ) -> CooledBackend:
     """Return the view of a checkpoint's path that also has the files in a cold place.
 
     Args:
-        backend: over the path. The view closes it.
+        backend: over the path. The view closes it, if ``closes``.
         path: as the caller has said it.
         storage_options: for the file system of a URL.
         retries: of failed requests.
         given: the cold place of the run, if the caller has named it; else the run's record names it.
+        closes: whether the view closes ``backend``. It always closes what it opens.
 
     """
 
     def side() -> Side | None:
         run, name = above(path, backend)
-        if not run or not STEP_FOLDER.fullmatch(name):
+        if not run:
             return None
         return ColdPlaces(
             partial(resolve, run, storage_options, retries), run, storage_options, retries, given=given
         ), name
 
-    return CooledBackend(backend, side, closes=True)
+    return CooledBackend(backend, side, closes=True, closes_hot=closes)
 
 
 class CooledBackend:
@@ -98,17 +100,25 @@ class CooledBackend:
     The cold side is asked for files that are missing here, so a checkpoint without such files costs no request more.
     """
 
-    def __init__(self, hot: Backend, side: Side | Callable[[], Side | None], *, closes: bool = False) -> None:
+    def __init__(
+        self,
+        hot: Backend,
+        side: Side | Callable[[], Side | None],
+        *,
+        closes: bool = False,
+        closes_hot: bool = True,
+    ) -> None:
         """Take the folder.
 
         Args:
             hot: storage under the path.
             side: the cold side, or a function that finds it; it may block.
             closes: whether :meth:`aclose` closes the folder and the cold places.
+            closes_hot: whether it closes the folder then.
 
         """
         self.hot = hot
-        self._find, self._closes = side, closes
+        self._find, self._closes, self._closes_hot = side, closes, closes_hot
         self._found: dict[str, tuple[OpenPlace, Backend]] = {}
 
     def __repr__(self) -> str:
@@ -195,7 +205,8 @@ class CooledBackend:
     async def aclose(self) -> None:
         """Let go of both sides, if they are the view's own."""
         if self._closes:
-            await self.hot.aclose()
+            if self._closes_hot:
+                await self.hot.aclose()
             if isinstance(self._find, tuple):
                 await self._find[0].aclose()
 
@@ -235,6 +246,14 @@ class CooledBackend:
         is_sealed = getattr(self.hot, "is_sealed", None)
         return is_sealed is not None and bool(await is_sealed(key))
 
+    async def side(self) -> Side | None:
+        """Return the cold places of the run, and the name of the folder in it; None without a folder above."""
+        if not isinstance(self._find, tuple):
+            side = await in_thread(self._find)
+            if side is not None and not isinstance(self._find, tuple):  # else another reader was quicker
+                self._find = side
+        return self._find if isinstance(self._find, tuple) else None
+
     # -- details -----------------------------------------------------------------------------------
 
     async def _read(self, key: str, read: Callable[[Backend, str], Awaitable[None]]) -> None:
@@ -266,13 +285,10 @@ class CooledBackend:
 
     async def _cold(self, *, again: bool = True) -> Sequence[tuple[OpenPlace, Backend]]:
         """Return the cold places, and the storage of this checkpoint's copies in each."""
-        if not isinstance(self._find, tuple):
-            side = await in_thread(self._find)
-            if side is None:
-                return ()
-            if not isinstance(self._find, tuple):  # else another reader was quicker
-                self._find = side
-        places, name = self._find
+        side = await self.side()
+        if side is None or not STEP_FOLDER.fullmatch(side[1]):
+            return ()
+        places, name = side
         return [(place, place.folder(name)) for place in await places.of(name, again=again)]
 
     async def _is_own(self, place: OpenPlace) -> bool:

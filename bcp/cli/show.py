@@ -68,6 +68,7 @@ def command(
             print_json(_facts(ckpt) | {"tensors": [asdict(info) for info in infos]})
             return 0
         plain = {"bytes": f"{ckpt.nbytes:,}", "codecs": ", ".join(ckpt.codecs), "kinds": ", ".join(ckpt.kinds)}
+        plain |= {"refers": ", ".join(map(str, ckpt.refers))}
         facts(_facts(ckpt) | plain | {"metrics": _plain(ckpt.metrics), "metadata": _plain(ckpt.user_metadata)})
         few = infos if glob is not None or len(infos) <= FEW else infos[:FEW]
         click.echo()
@@ -102,6 +103,7 @@ def _facts(ckpt: Checkpoint) -> dict[str, Any]:
         "version": ckpt.version,
         "codecs": ckpt.codecs,
         "kinds": ckpt.kinds,
+        "refers": ckpt.refers,
         "metrics": dict(ckpt.metrics),
         "metadata": dict(ckpt.user_metadata),
     }

@@ -3,7 +3,7 @@
 ``metadata.arrow`` is the commit (which save this is, and the checksum of every rank's receipt) followed by the layout
 (where every element lies; byte-identical between saves of one layout, so it is encoded and decoded once and cached).
 Saves write version 1. In version 2 the files of a checkpoint were written by several operations, or by another library.
-An import without a copy writes version 2.
+An import without a copy writes version 2. In version 3 earlier checkpoints of the run have some of the bytes.
 ``docs/format.md`` specifies every column.
 """
 
@@ -54,6 +54,7 @@ from bcp.runtime.cache import LruCache
 __all__ = [
     "DRAIN",
     "EXTRA_NAME",
+    "LARGEST_STEP",
     "LEDGER_KEY",
     "METADATA_KEY",
     "Commit",
@@ -72,6 +73,8 @@ __all__ = [
     "owner_of",
     "receipt_key",
     "stored_files",
+    "stored_layout",
+    "whole_metadata",
 ]
 
 METADATA_KEY = "metadata.arrow"
@@ -100,8 +103,11 @@ WRITERS = schema("writers", digest=pa.binary(DIGEST_BYTES), operation=WORD)
 """The commit of version 2, for files of several operations."""
 
 FOREIGN_TABLE = "foreign"
-NEWEST = 2
-"""The newest version of metadata; receipts have version 1."""
+OF_SEVERAL, NEWEST = 2, 3
+"""Versions of metadata, besides the first."""
+
+LARGEST_STEP = (1 << 63) - 1
+"""The largest step of a run."""
 
 _layouts: LruCache[bytes, Layout] = LruCache(4)
 """By digest. A layout of 300,000 segments takes 14 MB."""
@@ -126,6 +132,8 @@ class Commit:
     receipts: bytes  # xxh3-128 of the receipt file of every writer, 16 bytes each, in the order of the writers
     writers: Sequence[str] = ()  # the operation of each writer, in version 2; empty where all have that of the commit
     ranks: int = 0  # how many of the writers are ranks of the save, in version 2
+    refers: tuple[int, ...] = ()  # steps of the run that have some of the bytes, ascending; not empty in version 3
+    since_full: int = 0  # how many saves have referred to others in a row, with this one
 
     def receipt(self, writer: int) -> bytes:
         """Return the xxh3-128 of the receipt file of one writer."""
@@ -230,9 +238,25 @@ def encode_metadata(layout_bytes: bytes, commit: Commit) -> bytes:
     """Make the contents of ``metadata.arrow``; ``layout_bytes`` is the result of :func:`encode_layout`."""
     about = json.dumps(_about(commit), sort_keys=True)
     digests = np.frombuffer(commit.receipts, dtype=f"V{DIGEST_BYTES}")
-    if not commit.writers:
-        return seal(encode_table(COMMIT, [digests], commit=about) + layout_bytes, MAGIC)
-    return seal(encode_table(WRITERS, [digests, commit.writers], commit=about) + layout_bytes, MAGIC, NEWEST)
+    table = (COMMIT, [digests]) if not commit.writers else (WRITERS, [digests, commit.writers])
+    version = NEWEST if commit.refers else OF_SEVERAL if commit.writers else VERSION
+    return seal(encode_table(*table, commit=about) + layout_bytes, MAGIC, version)
+
+
+def whole_metadata(data: Buffer, where: str, receipts: bytes) -> bytes:
+    """Return metadata of the same checkpoint without references: all of its files are whole.
+
+    Args:
+        data: ``metadata.arrow`` of a checkpoint with references.
+        where: its name for messages.
+        receipts: digests of the receipts of the whole files, as in :class:`Commit`.
+
+    Raises:
+        As :func:`decode_metadata`.
+
+    """
+    commit, layout_bytes = stored_layout(data, where)
+    return encode_metadata(layout_bytes, replace(commit, receipts=receipts, refers=(), since_full=0))
 
 
 def encode_foreign(layout_bytes: bytes, commit: Commit, files: ForeignFiles) -> bytes:
@@ -242,7 +266,7 @@ def encode_foreign(layout_bytes: bytes, commit: Commit, files: ForeignFiles) -> 
 
 def as_stored(foreign: bytes) -> bytes:
     """Return what :func:`encode_foreign` has made as contents of ``metadata.arrow``, in version 2."""
-    return seal(bytes(unseal(foreign, FOREIGN_MAGIC, "the table of contents")), MAGIC, NEWEST)
+    return seal(bytes(unseal(foreign, FOREIGN_MAGIC, "the table of contents")), MAGIC, OF_SEVERAL)
 
 
 def _about(commit: Commit) -> dict[str, object]:
@@ -261,6 +285,8 @@ def _about(commit: Commit) -> dict[str, object]:
         about["user"] = dict(commit.user)
     if commit.writers:
         about["ranks"] = commit.ranks
+    if commit.refers:
+        about |= {"refers": list(commit.refers), "since_full": commit.since_full}
     return about
 
 
@@ -269,7 +295,7 @@ def is_over_foreign(data: Buffer) -> bool:
 
     Only the name of the first table is read.
     """
-    if bytes(memoryview(data)[-8:-1]) != MAGIC or version_of(data) <= VERSION:
+    if bytes(memoryview(data)[-8:-1]) != MAGIC or version_of(data) != OF_SEVERAL:
         return False
     where = METADATA_KEY
     try:
@@ -308,7 +334,7 @@ def decode_metadata(data: Buffer, where: str) -> Metadata:
         return _decode_foreign(unseal(data, FOREIGN_MAGIC, where), where)
     payload = unseal(data, MAGIC, where, newest=NEWEST)
     with translated(where):
-        if version_of(data) > VERSION and first_table(payload) == FOREIGN_TABLE:
+        if version_of(data) == OF_SEVERAL and first_table(payload) == FOREIGN_TABLE:
             return _decode_foreign(payload, where, is_stored=True)
         commit, layout_bytes = _read_commit(payload, version_of(data))
     layout = _decoded(layout_bytes, where)
@@ -352,16 +378,33 @@ def decode_commit(data: Buffer, where: str) -> Commit:
     """
     payload = unseal(data, MAGIC, where, first=1, newest=NEWEST)
     with translated(where):
-        if version_of(data) > VERSION and first_table(payload) == FOREIGN_TABLE:
+        if version_of(data) == OF_SEVERAL and first_table(payload) == FOREIGN_TABLE:
             return _commit(decode_about(payload)[0])
         return _read_commit(payload, version_of(data))[0]
 
 
+def stored_layout(data: Buffer, where: str) -> tuple[Commit, bytes]:
+    """Return the commit of ``metadata.arrow``, and its layout as :func:`encode_layout` has made it, not decoded.
+
+    The layout of files of another library is empty. Raises as :func:`decode_metadata`.
+    """
+    payload = unseal(data, MAGIC, where, newest=NEWEST)
+    with translated(where):
+        if version_of(data) == OF_SEVERAL and first_table(payload) == FOREIGN_TABLE:
+            return _commit(decode_about(payload)[0]), b""
+        commit, layout_bytes = _read_commit(payload, version_of(data))
+    return commit, bytes(layout_bytes)
+
+
 def _read_commit(payload: memoryview, version: int) -> tuple[Commit, memoryview]:
     """Decode the commit of a version; also return the bytes of the layout. Raises ValueError if it is not sound."""
-    table, layout_bytes = read_table(payload, COMMIT if version == VERSION else WRITERS)
+    by_ranks = version == VERSION or (version == NEWEST and first_table(payload) == "commit")
+    table, layout_bytes = read_table(payload, COMMIT if by_ranks else WRITERS)
     commit = replace(_commit(table), receipts=fixed_bytes(table, "digest"))
-    if version == VERSION:
+    if version == NEWEST:
+        refers, since_full = _references(json.loads(table.schema.metadata[b"bcp.commit"]))
+        commit = replace(commit, refers=refers, since_full=since_full)
+    if by_ranks:
         return commit, layout_bytes
     writers = [str(operation) for operation in values(table, "operation")]
     if not all(map(OPERATION.fullmatch, writers)):
@@ -406,6 +449,20 @@ def _metrics(values: object) -> dict[str, float]:
     if not all(map(math.isfinite, numbers.values())):
         raise ValueError("the commit has a metric that is not finite")
     return numbers
+
+
+def _references(about: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+    """Return the steps to which a commit refers, and the count in a row; ValueError where they are not sound."""
+    refers, since_full = about.get("refers"), about.get("since_full")
+    if not isinstance(refers, list) or not refers or not all(type(step) is int for step in refers):
+        raise ValueError("the commit does not say to which steps it refers")
+    if refers != sorted(set(refers)) or not 0 <= refers[0] <= refers[-1] <= LARGEST_STEP:
+        raise ValueError("the commit refers to steps that cannot be any")
+    if codecs := about["codecs"]:
+        raise ValueError(f"the commit refers to other steps, and has codecs {codecs}")
+    if type(since_full) is not int or since_full < 1:
+        raise ValueError(f"the commit has {since_full!r} as the number of saves since a full one")
+    return tuple(refers), since_full
 
 
 def _user(about: Mapping[str, Any]) -> Mapping[str, Any]:

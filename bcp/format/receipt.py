@@ -2,13 +2,16 @@
 
 Checksums change with every save and do not compress, so ``metadata.arrow`` holds one checksum per receipt instead.
 Together, these checksums are a chain of trust from the metadata to every stored byte. See ``docs/format.md``.
+
+A receipt has version 2 if an earlier checkpoint of the run has blocks of its files.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +30,18 @@ from bcp.format.container import (
     translated,
     unseal,
     values,
+    version_of,
 )
-from bcp.format.metadata import OPERATION
+from bcp.format.kept import KEPT, KeptRun, check_runs, kept_blocks, kept_columns, kept_rows
+from bcp.format.metadata import OPERATION, data_key
 from bcp.plan.columns import Ints, concat
 from bcp.plan.shards import KINDS
 
 __all__ = ["Blocks", "FileReceipt", "Receipt", "decode_receipt", "encode_receipt", "receipt_digest"]
 
 MAGIC = b"BCPRCPT"
+NEWEST = 2
+"""The newest version of receipts."""
 
 INT, TEXT = pa.int64(), pa.string()
 RECEIPT = schema("receipt", rank=INT, operation=TEXT)
@@ -80,9 +87,23 @@ class FileReceipt:
     kind: int  # code in ``KINDS``
     data_start: int  # bytes of the safetensors header, padding included: where the data section starts in the raw image
     nbytes: int  # bytes of the raw image, header included
-    stored_nbytes: int  # bytes of the stored file; other than ``nbytes`` only with codecs
+    stored_nbytes: int  # bytes of the stored file, as if it were whole; other than ``nbytes`` only with codecs
     codecs: tuple[str, ...]  # names of the codecs its parts went through, in this order
     blocks: Blocks  # the byte ranges that can be verified and decoded by themselves
+    kept: tuple[KeptRun, ...] = ()  # blocks that earlier checkpoints of the run have; not empty for a packed file
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes of the file itself, without blocks of earlier checkpoints."""
+        is_kept = kept_blocks(self.kept, len(self.blocks))
+        return self.stored_nbytes - int(self.blocks.stored_length[is_kept].sum())
+
+    def own(self) -> FileReceipt:
+        """Return the receipt of the file as it is stored, without blocks of earlier checkpoints."""
+        rows, nbytes = np.flatnonzero(~kept_blocks(self.kept, len(self.blocks))), self.own_nbytes
+        checksums = [self.blocks.checksum[row] for row in rows.tolist()]
+        blocks = Blocks.build(self.blocks.stored_length[rows], self.blocks.raw_length[rows], checksums)
+        return replace(self, nbytes=nbytes, stored_nbytes=nbytes, blocks=blocks, kept=()) if self.kept else self
 
     def covering(self, start: int, stop: int) -> slice:
         """Return the rows of the blocks that hold bytes [start, stop) of the raw image; an empty range has none."""
@@ -102,6 +123,19 @@ class Receipt:
     # (kind, path) -> JSON text, the values of the leaves that are not tensors and that this rank owns
     objects: Mapping[tuple[str, str], str]
 
+    @property
+    def refers(self) -> frozenset[int]:
+        """Steps of the run whose checkpoints have blocks of the files."""
+        return frozenset(run.step for file in self.files for run in file.kept if run.count)
+
+    def key_of(self, file: FileReceipt) -> str:
+        """Return the key under which a file is stored; a packed one has another name than a whole one."""
+        return data_key(file.kind, self.rank, self.operation, encoded=bool(file.codecs or file.kept))
+
+    def whole(self) -> Receipt:
+        """Return the receipt of the same files, each of them whole."""
+        return replace(self, files=[replace(file, kept=()) for file in self.files])
+
     def file(self, kind: int) -> FileReceipt | None:
         """Return the file of that kind (code in ``KINDS``), if this rank wrote one."""
         return next((file for file in self.files if file.kind == kind), None)
@@ -112,7 +146,8 @@ def encode_receipt(receipt: Receipt) -> bytes:
     files = sorted(receipt.files, key=lambda file: file.kind)
     blocks = [file.blocks for file in files]
     objects = sorted(receipt.objects)
-    tables = [
+    kept = [(row, run) for row, file in enumerate(files) for run in file.kept]
+    tables: list[tuple[pa.Schema, Sequence[Any]]] = [
         (RECEIPT, ([receipt.rank], [receipt.operation])),
         (
             FILES,
@@ -138,7 +173,9 @@ def encode_receipt(receipt: Receipt) -> bytes:
             ([kind for kind, _ in objects], [path for _, path in objects], [receipt.objects[key] for key in objects]),
         ),
     ]
-    return seal(encode_tables(tables), MAGIC)
+    if not kept:
+        return seal(encode_tables(tables), MAGIC)
+    return seal(encode_tables([*tables, (KEPT, kept_columns(kept))]), MAGIC, NEWEST)
 
 
 def receipt_digest(data: Buffer) -> bytes:
@@ -154,9 +191,10 @@ def decode_receipt(data: Buffer, where: str) -> Receipt:
         FormatVersionError: a bcp of another version of the format wrote it.
         CorruptError: it is truncated or damaged, or its numbers do not add up.
     """
-    payload = unseal(data, MAGIC, where)
+    payload = unseal(data, MAGIC, where, newest=NEWEST)
+    tables = [RECEIPT, FILES, BLOCKS, OBJECTS, *([KEPT] if version_of(data) == NEWEST else [])]
     with translated(where):
-        about, files, blocks, objects = read_tables(payload, (RECEIPT, FILES, BLOCKS, OBJECTS))
+        about, files, blocks, objects, *kept = read_tables(payload, tables)
         if len(about) != 1 or not OPERATION.fullmatch(values(about, "operation")[0]):
             raise ValueError(f"table 'receipt' has {len(about)} rows, or no operation id of 16 hex digits")
         keys = list(zip(values(objects, "kind"), values(objects, "path"), strict=True))
@@ -165,12 +203,12 @@ def decode_receipt(data: Buffer, where: str) -> Receipt:
         return Receipt(
             rank=values(about, "rank")[0],
             operation=values(about, "operation")[0],
-            files=_files(files, blocks),
+            files=_files(files, blocks, kept_rows(kept[0], len(files)) if kept else {}),
             objects=dict(zip(keys, values(objects, "value"), strict=True)),
         )
 
 
-def _files(files: pa.Table, blocks: pa.Table) -> list[FileReceipt]:
+def _files(files: pa.RecordBatch, blocks: pa.RecordBatch, kept: Mapping[int, tuple[KeptRun, ...]]) -> list[FileReceipt]:
     """Put the files and their blocks together; ValueError where they do not fit."""
     owner = counted(integers(files, "blocks"), len(blocks), "blocks")
     stored, raw = integers(blocks, "stored_length"), integers(blocks, "raw_length")
@@ -188,6 +226,7 @@ def _files(files: pa.Table, blocks: pa.Table) -> list[FileReceipt]:
             stored_nbytes=row["stored_nbytes"],
             codecs=tuple(row["codecs"]),
             blocks=Blocks.build(stored[first:stop], raw[first:stop], checksum[first:stop]),
+            kept=kept.get(index, ()),
         )
         _check(receipt)
         receipts.append(receipt)
@@ -204,5 +243,8 @@ def _check(file: FileReceipt) -> None:
         raise ValueError(f"{KINDS[file.kind]} file with a block of impossible length")
     if sum(stored.tolist()) != file.stored_nbytes or sum(raw.tolist()) != file.nbytes:
         raise ValueError(f"the blocks of the {KINDS[file.kind]} file do not add up to its {file.nbytes} bytes")
+    check_runs(file.kept, len(file.blocks))
+    if file.kept and file.codecs:
+        raise ValueError(f"{KINDS[file.kind]} file with codecs and blocks of earlier checkpoints")
     if not file.codecs and not np.array_equal(stored, raw):
         raise ValueError(f"{KINDS[file.kind]} file without codecs whose blocks change their length")

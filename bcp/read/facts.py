@@ -87,6 +87,14 @@ class Facts:
         return self.metadata.commit.user
 
     @property
+    def refers(self) -> tuple[int, ...]:
+        """Steps of the run whose checkpoints have some of its blocks, ascending; empty for a whole checkpoint.
+
+        It can be read as long as these checkpoints are there. ``bcp.Run(since="auto")`` saves so, and keeps them.
+        """
+        return self.metadata.commit.refers
+
+    @property
     def world_size(self) -> int:
         """How many ranks saved it."""
         return self.metadata.world_size
@@ -179,7 +187,10 @@ class Facts:
             what = f"files of {self.framework}, without checksums{imported}"
             return printable(f"<Checkpoint {self.path}: {bytes_words(self.nbytes)}, {what}>")
         by = f"saved by {self.world_size} ranks of {self.framework} at {self.metadata.commit.created[:19]} UTC"
-        return printable(f"<Checkpoint {self.path}: {bytes_words(self.nbytes)}, {by}, operation {self.operation}>")
+        refers = f", with blocks of steps {', '.join(map(str, self.refers))}" if self.refers else ""
+        return printable(
+            f"<Checkpoint {self.path}: {bytes_words(self.nbytes)}, {by}, operation {self.operation}{refers}>"
+        )
 
     def _lines(self) -> list[str]:
         """Return a line for each kind."""

@@ -95,6 +95,11 @@ def file_of(metadata: Metadata, receipt: Receipt, kind: int, nbytes: int | None 
             f"the receipt of rank {receipt.rank} says that {key} went through codecs {list(file.codecs)}, the commit "
             f"record {list(commit.codecs)}; restore both"
         )
+    if unknown := sorted({run.step for run in file.kept if run.count}.difference(commit.refers)):
+        raise CorruptError(
+            f"the receipt of rank {receipt.rank} says that {key} has blocks in step {unknown[0]}, and the commit "
+            f"record refers to {list(commit.refers)}; restore both"
+        )
     most = commit.part_bytes if commit.codecs else metadata.layout.block_bytes
     has_units = KINDS[kind] == "dataloader" and any(object_kind == KINDS[kind] for object_kind, _ in receipt.objects)
     _check_blocks(file, most, key, may_be_shorter=has_units and not commit.codecs)

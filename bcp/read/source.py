@@ -12,6 +12,7 @@ from bcp.interop.recognise import folder_of
 from bcp.options import LoadOptions
 from bcp.protocols import Backend, at_once_of
 from bcp.read.receipts import fetch_receipts, file_of
+from bcp.read.references import ReferringBackend
 
 __all__ = ["Source"]
 
@@ -39,11 +40,12 @@ class Source:
     @classmethod
     def of(cls, backend: Backend, path: str, metadata: Metadata, options: LoadOptions, rank: int = 0) -> Source:
         """Open a checkpoint whose table of contents is known; ``backend`` is that of the caller's path."""
-        return cls(_root(backend, metadata), path, metadata, options, rank)
+        receipts: dict[int, Receipt] = {}
+        return cls(_root(backend, metadata, receipts), path, metadata, options, rank, receipts)
 
     def through(self, backend: Backend) -> Source:
         """Return the same checkpoint, read through another backend of the caller's path."""
-        return replace(self, backend=_root(backend, self.metadata))
+        return replace(self, backend=_root(backend, self.metadata, self.receipts))
 
     @property
     def io_workers(self) -> int:
@@ -84,7 +86,12 @@ class Source:
         return foreign is not None and is_unread(foreign.values[self.metadata.layout.objects[row]])
 
 
-def _root(backend: Backend, metadata: Metadata) -> Backend:
-    """Return the backend that keys are relative to: of the caller's path, or of the folder of a caller's file."""
+def _root(backend: Backend, metadata: Metadata, receipts: Mapping[int, Receipt]) -> Backend:
+    """Return the backend that keys are relative to: of the caller's path, or of the folder of a caller's file.
+
+    Files of a checkpoint with references are whole there.
+    """
+    if metadata.commit.refers:
+        return ReferringBackend(backend, metadata, receipts)
     is_file = metadata.foreign is not None and metadata.foreign.is_file
     return folder_of(backend) if is_file else backend

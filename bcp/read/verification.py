@@ -18,8 +18,9 @@ from bcp.pipeline import Budget, Pipeline, Stage, unwrap_stage_errors
 from bcp.plan.layout import check_segments, named_files
 from bcp.protocols import Backend
 from bcp.read.receipts import RANKS_AT_ONCE, fetch_receipts, file_of
+from bcp.read.references import ReferringBackend
 from bcp.read.shares import Share
-from bcp.read.windows import Window, windows_of, wrong_block
+from bcp.read.windows import Window, windows_of, wrong_block, wrong_rows
 from bcp.runtime.threads import in_thread, in_thread_gc_paused
 from bcp.telemetry.amounts import bytes_words
 
@@ -197,14 +198,17 @@ async def _files_of(
         except CorruptError as error:
             damage.append(Damage(key, 0, str(error)))
             continue
-        if sizes.get(key) == file.stored_nbytes:
-            found.append((key, file))
-            continue
-        if key in sizes:
-            words = f"{key} has {sizes[key]} bytes, and was saved with {file.stored_nbytes}; restore it"
+        stored = receipt.key_of(file)
+        if sizes.get(stored) == file.own_nbytes:
+            words = await backend.lost(key) if file.kept and isinstance(backend, ReferringBackend) else ""
+        elif stored in sizes:
+            words = f"{stored} has {sizes[stored]} bytes, and was saved with {file.own_nbytes}; restore it"
         else:
-            words = f"{key} is missing, and was saved with {file.stored_nbytes} bytes; restore it"
-        damage.append(Damage(key, 0, words))
+            words = f"{stored} is missing, and was saved with {file.own_nbytes} bytes; restore it"
+        if words:
+            damage.append(Damage(key, 0, words))
+        else:
+            found.append((key, file))
     return found, damage
 
 
@@ -217,6 +221,8 @@ async def compare(backend: Backend, windows: Sequence[Window], workers: int, tol
         try:
             await backend.read_into(window.key, window.start, memory)
             wrong = await in_thread(partial(wrong_block, window, memory))
+            if wrong and isinstance(backend, ReferringBackend):
+                wrong += await _elsewhere(backend, window, memory)
         except (BcpError, OSError) as error:
             wrong = f"{window.key} cannot be read: {error}"
         if wrong:
@@ -229,3 +235,10 @@ async def compare(backend: Backend, windows: Sequence[Window], workers: int, tol
         await begin.then(Stage("compare", look, workers=workers)).run(windows, budget=Budget(largest * workers))
     blocks = sum(window.rows.stop - window.rows.start for window in windows)
     return Examined(blocks=blocks, nbytes=sum(window.nbytes for window in windows), damage=tuple(damage))
+
+
+async def _elsewhere(backend: ReferringBackend, window: Window, memory: memoryview) -> str:
+    """Name the file of another step that has the first damaged block of a window; "" for the file's own blocks."""
+    row = (await in_thread(wrong_rows, window, memory))[0]
+    place = await backend.where(window.key, int(window.file.blocks.stored_start[row]))
+    return f". These bytes lie in {place}, and all steps that refer to it are damaged" if place else ""

@@ -19,8 +19,8 @@ from bcp._text import shown
 from bcp.backends.place import Path, Place, place_of
 from bcp.backends.small import get_small
 from bcp.errors import CorruptError, ExistsError, InputError, StorageError
-from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of
-from bcp.format.receipt import FileReceipt, decode_receipt, receipt_digest
+from bcp.format.metadata import METADATA_KEY, Metadata, decode_metadata, operation_of, whole_metadata
+from bcp.format.receipt import FileReceipt, Receipt, decode_receipt, encode_receipt, receipt_digest
 from bcp.options import LoadOptions, timeout_of
 from bcp.plan.layout import named_files
 from bcp.protocols import Coordinator, Sweeper, Unfinished, Version
@@ -70,7 +70,8 @@ def copy(
 
     Every block is compared with its checksum on its way, so damage does not spread. The metadata are written last and
     in one step. A copy that fails or is killed leaves no committed checkpoint, and an older one at the target stays.
-    Recordings are not copied.
+    Recordings are not copied. The copy refers to no other checkpoint: blocks that the source has kept by reference are
+    copied, too.
 
     The ranks of a job share the files: call the function on all of them. Rank 0 commits once all files are there. After
     a failure of any rank, nothing is committed, and the files of all ranks are deleted.
@@ -278,11 +279,11 @@ class _Copying:
         backend = self.goal.backend
         if gone := await _gone(self.goal, keys):
             raise StorageError(gone)
-        also = self.metadata.commit.operations
+        data, also = await self._whole_metadata(), self.metadata.commit.operations
         self.attempt = Attempt(self.operation, self.replaced, is_sent=True, also=also)
-        made = await backend.put_if(METADATA_KEY, self.data, self.version)
+        made = await backend.put_if(METADATA_KEY, data, self.version)
         if made is None:
-            if (await read_committed(backend)).data != self.data:
+            if (await read_committed(backend)).data != data:
                 self.attempt = None
                 raise ExistsError(
                     f"another save has committed at {self.goal.path} since the copy began; nothing was replaced"
@@ -329,7 +330,7 @@ class _Copying:
                 await self._data_file(name, checked)
             if part.reader == 0:
                 self.written.append(key)
-                await self.goal.backend.put(key, data)
+                await self.goal.backend.put(key, await self._whole(data, receipt))
 
     async def _receipt(self, key: str, rank: int) -> bytes:
         try:
@@ -339,6 +340,23 @@ class _Copying:
         if receipt_digest(data) != self.metadata.commit.receipt(rank):
             raise CorruptError(f"{key} of the source is not the receipt that was committed; restore it")
         return data
+
+    async def _whole(self, data: bytes, receipt: Receipt) -> bytes:
+        """Return the receipt of the copy, whose files are all whole."""
+        return await in_thread_gc_paused(encode_receipt, receipt.whole()) if self.metadata.commit.refers else data
+
+    async def _whole_metadata(self) -> bytes:
+        """Return the metadata of the copy, which refers to no other checkpoint."""
+        if not self.metadata.commit.refers:
+            return self.data
+        found = []
+        for rank in range(self.metadata.layout.world_size):
+            key = self.metadata.commit.receipt_key(rank)
+            data = await self._receipt(key, rank)
+            receipt = await in_thread_gc_paused(decode_receipt, data, key)
+            found.append(receipt_digest(await self._whole(data, receipt)))
+        where = f"{self.origin.path}/{METADATA_KEY}"
+        return await in_thread_gc_paused(whole_metadata, self.data, where, b"".join(found))
 
     async def _data_file(self, key: str, file: FileReceipt) -> None:
         """Copy a data file, and count its bytes."""

@@ -441,6 +441,11 @@ async def _opened(place: Place, options: SaveOptions, progress: Progress) -> _Ed
             f"{place.path} has blocks of {metadata.layout.block_bytes} bytes, and bcp writes {saving.BLOCK_BYTES}: "
             "load it, and save it again"
         )
+    if commit.refers:
+        raise InputError(
+            f"{place.path} has blocks in other steps of its run ({', '.join(map(str, commit.refers))}), and is not "
+            "edited in place: copy it with `bcp cp`, which copies these blocks, and edit the copy"
+        )
     codecs = [known[name] for name in commit.codecs]
     options = replace(options, overwrite=True, part_bytes=commit.part_bytes, codecs=codecs)
     source = Source.of(place.backend, place.path, metadata, LoadOptions(codecs=codecs))

@@ -234,7 +234,7 @@ class Move:
         return metadata if metadata.foreign is None else None
 
     async def _data_files(self, hot: Backend, metadata: Metadata) -> AsyncGenerator[tuple[str, FileReceipt], None]:
-        """Yield keys and receipts of all data files that the metadata name."""
+        """Yield keys and receipts of all data files that the metadata name, as they are stored."""
         layout = metadata.layout
         columns = (layout.file_rank.tolist(), layout.file_kind.tolist(), layout.file_nbytes.tolist())
         nbytes = {(rank, kind): size for rank, kind, size in zip(*columns, strict=True)}
@@ -246,7 +246,8 @@ class Move:
             for rank in ranks:
                 for file in receipts[rank].files:
                     if (rank, file.kind) in named:
-                        yield file_of(metadata, receipts[rank], file.kind, nbytes.get((rank, file.kind)))
+                        _, whole = file_of(metadata, receipts[rank], file.kind, nbytes.get((rank, file.kind)))
+                        yield receipts[rank].key_of(whole), whole.own()
 
 
 async def unfinished_of(backend: Backend) -> Sequence[Unfinished]:

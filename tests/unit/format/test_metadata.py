@@ -143,7 +143,7 @@ def test_messages_name_the_numbers() -> None:
     damaged = bytes([*DATA[:100], DATA[100] ^ 1, *DATA[101:]])
     with pytest.raises(CorruptError, match=digest(DATA[:-24]).hex()):
         decode_metadata(damaged, WHERE)
-    with pytest.raises(FormatVersionError, match=r"version 7 of the format, this bcp reads versions 1 to 2"):
+    with pytest.raises(FormatVersionError, match=r"version 7 of the format, this bcp reads versions 1 to 3"):
         decode_metadata(DATA[:-1] + b"\x07", WHERE)
     with pytest.raises(NotACheckpointError, match=r"metadata.arrow \(11 bytes\) was not written by bcp"):
         decode_metadata(b"hello world", WHERE)

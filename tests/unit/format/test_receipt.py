@@ -58,7 +58,9 @@ def test_every_truncation_and_damage_to_any_byte_is_noticed() -> None:
         damaged[position] ^= 1 << position % 8
         with pytest.raises(CheckpointError, match=WHERE):
             decode_receipt(damaged, WHERE)
-    with pytest.raises(FormatVersionError, match="version 2"):
+    with pytest.raises(FormatVersionError, match="version 3"):
+        decode_receipt(data[:-1] + b"\x03", WHERE)
+    with pytest.raises(CorruptError, match=WHERE):
         decode_receipt(data[:-1] + b"\x02", WHERE)
     with pytest.raises(NotACheckpointError):
         decode_receipt(b"something else", WHERE)

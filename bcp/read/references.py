@@ -1,0 +1,218 @@
+"""A checkpoint whose blocks lie partly in earlier checkpoints of its run, as one storage with whole files.
+
+A read of a packed file is cut by the table ``kept`` of its receipt, into reads of the file itself and of files in the
+folders of other steps. What touches in one file is read at once. So the plan, the graph and the checks of a load know
+nothing of references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from bcp.backends.scattered import read_scattered
+from bcp.backends.siblings import folder_name, sibling
+from bcp.errors import CorruptError, InputError
+from bcp.format.checksums import cut
+from bcp.format.kept import KeptRun, stretches
+from bcp.format.metadata import Metadata, owner_of
+from bcp.format.receipt import FileReceipt, Receipt
+from bcp.plan.shards import KINDS
+from bcp.protocols import (
+    Backend,
+    Buffer,
+    ObjectInfo,
+    PartWriter,
+    Sweeper,
+    Unfinished,
+    Version,
+    at_once_of,
+    folders_of,
+    retries_of,
+)
+from bcp.read.receipts import fetch_receipts
+
+__all__ = ["ReferringBackend"]
+
+
+class ReferringBackend:
+    """A view of a checkpoint with references. Packed files are read as whole ones; all else is that of the backend."""
+
+    def __init__(self, own: Backend, metadata: Metadata, receipts: Mapping[int, Receipt]) -> None:
+        """Take the checkpoint; nothing is read yet.
+
+        Args:
+            own: storage over the checkpoint.
+            metadata: of the checkpoint.
+            receipts: those that a reader has read, by rank. Others are read when they are needed.
+
+        """
+        self.own = own
+        self._metadata, self._receipts = metadata, receipts
+        self._files: dict[str, tuple[str, FileReceipt | None]] = {}
+        self._folders: dict[int, Backend] = {}
+
+    def __repr__(self) -> str:
+        return repr(self.own)
+
+    @property
+    def retry_count(self) -> int:
+        """How many requests the backend has made again."""
+        return retries_of(self.own)
+
+    @property
+    def at_once(self) -> int:
+        """How many reads the backend likes to have under way."""
+        return at_once_of(self.own)
+
+    # -- reads of data -----------------------------------------------------------------------------
+
+    async def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` from the whole file."""
+        await self.read_scattered(key, start, [out])
+
+    async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill the buffers from the whole file.
+
+        Raises CorruptError if an earlier checkpoint is not there any more.
+        """
+        stored, file = await self._file_of(key)
+        if file is None:
+            await read_scattered(self.own, key, start, outs)
+            return
+        stop = start + sum(map(len, outs))
+        parts = stretches(file.kept, file.blocks.stored_start, file.blocks.stored_length, start, stop)
+        if stop > file.stored_nbytes:
+            raise CorruptError(f"{key} has {file.stored_nbytes} bytes, and bytes {start} to {stop} were asked for")
+        for part, views in zip(parts, cut(outs, [part.nbytes for part in parts]), strict=True):
+            if part.run is None:
+                await read_scattered(self.own, stored, part.start, views)
+            else:
+                await self._read_kept(key, part.run, part.start, views)
+
+    async def _read_kept(self, key: str, run: KeptRun, start: int, outs: Sequence[memoryview]) -> None:
+        """Read bytes of another checkpoint."""
+        folder = await self._folder(run.step)
+        try:
+            await read_scattered(folder, run.key, start, outs)
+        except (FileNotFoundError, CorruptError) as error:
+            why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+            raise CorruptError(_lost(key, run, why)) from error
+
+    async def lost(self, key: str) -> str:
+        """Say which file of an earlier checkpoint a packed file has lost; "" for none.
+
+        The last byte of each such file that belongs to the packed file is read.
+
+        Args:
+            key: of the file, as if it were whole.
+
+        """
+        _, file = await self._file_of(key)
+        ends: dict[tuple[int, str], tuple[int, KeptRun]] = {}
+        for run in () if file is None else file.kept:
+            if run.count and file is not None:
+                nbytes = int(file.blocks.stored_length[run.first : run.first + run.count].sum())
+                before, _ = ends.get(run.source, (0, run))
+                ends[run.source] = max(before, run.start + nbytes), run
+        for stop, run in ends.values():
+            try:
+                await self._read_kept(key, run, stop - 1, [memoryview(bytearray(1))])
+            except CorruptError as error:
+                return str(error)
+        return ""
+
+    async def where(self, key: str, start: int) -> str:
+        """Return folder and key of the file of another step that has a byte of a whole file; "" for its own bytes."""
+        _, file = await self._file_of(key)
+        if file is None:
+            return ""
+        parts = stretches(file.kept, file.blocks.stored_start, file.blocks.stored_length, start, start + 1)
+        run = parts[0].run if parts else None
+        return "" if run is None else f"{folder_name(run.step)}/{run.key}"
+
+    async def _file_of(self, key: str) -> tuple[str, FileReceipt | None]:
+        """Return the key under which a file is stored, and its receipt if it is packed."""
+        if key in self._files:
+            return self._files[key]
+        owner, commit = owner_of(key), self._metadata.commit
+        kind = key.partition("/")[0]
+        found: tuple[str, FileReceipt | None] = key, None
+        if owner is None or kind not in KINDS:
+            return found
+        rank, operation = owner
+        if rank < self._metadata.layout.world_size and commit.operation_of(rank) == operation:
+            receipt = self._receipts.get(rank)
+            if receipt is None:
+                receipt = (await fetch_receipts(self.own, self._metadata, [rank]))[rank]
+            file = receipt.file(KINDS.index(kind))
+            if file is not None and file.kept:
+                found = receipt.key_of(file), file
+        self._files[key] = found
+        return found
+
+    async def _folder(self, step: int) -> Backend:
+        """Return storage over the folder of another step. Raises InputError if it cannot be known."""
+        if step not in self._folders:
+            folder = await sibling(self.own, folder_name(step))
+            if folder is None:
+                raise InputError(
+                    f"the checkpoint has blocks in {folder_name(step)} beside it, and {type(self.own).__name__} does "
+                    "not say what is beside it: pass a path or URL"
+                )
+            self._folders[step] = folder
+        return self._folders[step]
+
+    # -- all else ----------------------------------------------------------------------------------
+
+    async def get(self, key: str) -> Buffer:
+        """Read a small object whole."""
+        return await self.own.get(key)
+
+    async def version(self, key: str) -> Version | None:
+        """Return the version of an object."""
+        return await self.own.version(key)
+
+    async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """List the objects as they are stored."""
+        return await self.own.list(prefix)
+
+    async def folders(self, prefix: str = "") -> Sequence[str]:
+        """List folders of the checkpoint."""
+        return await folders_of(self.own, prefix)
+
+    async def put(self, key: str, data: Buffer) -> None:
+        """Store a small object."""
+        await self.own.put(key, data)
+
+    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
+        """Store a small object if it is still the one that was found."""
+        return await self.own.put_if(key, data, expected)
+
+    def open_write(self, key: str, nbytes: int | None = None) -> AbstractAsyncContextManager[PartWriter]:
+        """Write a large object."""
+        return self.own.open_write(key, nbytes)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects."""
+        await self.own.delete(keys)
+
+    async def unfinished(self) -> Sequence[Unfinished]:
+        """List the unfinished writes of the checkpoint."""
+        return await self.own.unfinished() if isinstance(self.own, Sweeper) else []
+
+    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
+        """Remove unfinished writes of the checkpoint."""
+        if isinstance(self.own, Sweeper):
+            await self.own.discard(unfinished)
+
+    async def aclose(self) -> None:
+        """Close the backend."""
+        await self.own.aclose()
+
+
+def _lost(key: str, run: KeptRun, why: str) -> str:
+    return (
+        f"{key} keeps blocks in {folder_name(run.step)}/{run.key}, which {why}: step {run.step} was deleted or damaged "
+        "by other means than bcp; restore it, or load an older checkpoint"
+    )
