@@ -15,7 +15,7 @@ from typing import Any, Generic, NoReturn, TypedDict, TypeVar
 
 import bcp.telemetry.otel  # noqa: F401 -- spans and metrics follow all saves and loads
 from bcp._agree import nothing_in, refuse_on_all_ranks
-from bcp._job import Job, LoadJob, OnSnapshot, Operation, Permit, SaveJob
+from bcp._job import Earlier, Job, LoadJob, OnSnapshot, Operation, Permit, SaveJob
 from bcp._workflow import achoose, aload, aprepare, asave
 from bcp.backends import MemoryBackend
 from bcp.backends.place import Path, place_of, words_of
@@ -99,6 +99,7 @@ class _Common(TypedDict):
     place: str
     backend: Backend
     opened: AbstractAsyncContextManager[object]
+    beside: Backend | None
     states: States
     planner: Callable[[], Planner]
     rank: int
@@ -118,6 +119,7 @@ def save_call(
     background: bool,
     permit: Permit | None = None,
     metrics: Mapping[str, float] | None = None,
+    earlier: Earlier | None = None,
     **overrides: object,
 ) -> SaveCall[SaveResult]:
     """Take this rank's place in a save. Raises only if there is no way to tell the other ranks."""
@@ -128,7 +130,7 @@ def save_call(
         return _check_save("save", path, states, framework, role, chosen, ranks, background=background)
 
     async def work(job: SaveJob) -> SaveResult:
-        return await asave(replace(job, permit=permit, metrics=metrics or {}))
+        return await asave(replace(job, permit=permit, metrics=metrics or {}, earlier=earlier))
 
     return _save_call(_take_place(ranks, "begin", options, check), work)
 
@@ -412,6 +414,7 @@ def _common(
         "place": f"{where} {id(path)}" if isinstance(path, Backend) else where,
         "backend": place.backend,
         "opened": place.opened,
+        "beside": place.beside,
         "states": states,
         "planner": planner,
         "rank": ranks.rank,

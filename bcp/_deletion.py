@@ -15,6 +15,7 @@ import anyio
 
 from bcp._log import log
 from bcp.backends import child
+from bcp.backends.siblings import referring
 from bcp.backends.small import get_small
 from bcp.errors import CheckpointError, CorruptError, StorageError
 from bcp.format.metadata import METADATA_KEY, decode_commit, is_record, operation_of
@@ -88,11 +89,16 @@ def may_delete(operation: str, committed: Committed, attempt: Attempt | None) ->
         return True
     if committed.may_name_anything or operation in committed.operations:
         return False
-    if attempt is None or operation not in {attempt.operation, *attempt.also}:
+    if attempt is None or not _is_own(operation, attempt):
         return True
     if not committed.operation:
         return False  # the request may still be under way, and find no metadata in its way
     return attempt.is_refused or committed.operation != attempt.replaces
+
+
+def _is_own(operation: str, attempt: Attempt | None) -> bool:
+    """Whether the caller's own request would commit the files."""
+    return attempt is not None and operation in {attempt.operation, *attempt.also}
 
 
 def _is_unsent(operation: str, attempt: Attempt | None) -> bool:
@@ -138,10 +144,13 @@ async def delete_unnamed(
     by: str = "",
     unfinished: Sequence[Unfinished] = (),
     policy: RetryPolicy | None = None,
+    beside: Backend | None = None,
+    is_needed: bool | None = None,
 ) -> Sequence[str]:
     """Delete files that no committed metadata name; return the keys of the files that stay.
 
-    Metadata themselves always stay. Files that metadata never name, as recordings and records, need no read.
+    Metadata themselves always stay. Files that metadata never name, as recordings and records, need no read. Files in
+    the folder of a step also stay if the metadata of another step of the run refer to it.
 
     Args:
         backend: over the root of the keys.
@@ -150,12 +159,15 @@ async def delete_unnamed(
         by: id of a save that has committed; nothing goes unless the metadata at the root name it.
         unfinished: writes to discard as well. Metadata name finished files only.
         policy: how long a contradiction of storage is asked about.
+        beside: view of the root that knows what is beside it; None for ``backend``.
+        is_needed: whether other steps refer to this one, if the caller knows.
 
     Raises:
         StorageError: storage failed; the files stay, or some of them.
 
     """
     places: dict[str, Committed] = {}
+    needed: dict[str, bool] = {}
     if by:
         places[""] = await read_committed(backend, policy)
         if places[""].operation != by:
@@ -169,6 +181,11 @@ async def delete_unnamed(
             places[place] = await read_committed(child(backend, place) if place else backend, policy)
         is_metadata = key.rpartition("/")[2] == METADATA_KEY
         is_free = operation is None or may_delete(operation, places.get(place, Committed()), attempt)
+        if is_free and operation is not None and is_needed is not False and not _is_own(operation, attempt):
+            if place not in needed:
+                root = beside if beside is not None and not place else backend
+                needed[place] = bool(await referring(child(root, place) if place else root))
+            is_free = not needed[place]
         (free if is_free and not is_metadata else kept).append(key)
     if kept:
         log.info("files stay, because a checkpoint may need them", storage=repr(backend), count=len(kept))
@@ -185,7 +202,7 @@ async def delete_dropped(
     """Delete data files that an edit has left without any tensor or object; return the keys that went.
 
     The names of these files belong to operations of the checkpoint, whose metadata do not list them any more. Nothing
-    goes unless the metadata are those of the edit.
+    goes unless the metadata are those of the edit, and none if another step of the run refers to this one.
 
     Args:
         backend: over the root of the keys.
@@ -197,7 +214,7 @@ async def delete_dropped(
         StorageError: storage failed; the files stay, or some of them.
 
     """
-    if not keys or (await read_committed(backend, policy)).operation != by:
+    if not keys or (await read_committed(backend, policy)).operation != by or await referring(backend):
         return ()
     for first in range(0, len(keys), BATCH):
         await backend.delete(keys[first : first + BATCH])

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
+from bcp.format.receipt import Receipt
 from bcp.options import LoadOptions, SaveOptions
 from bcp.protocols import Agreement, Backend, Planner, States, at_once_of
 from bcp.runtime.device import Caller
 from bcp.telemetry.watch import Watch
 
-__all__ = ["Job", "LoadJob", "OnSnapshot", "Operation", "Permit", "SaveJob"]
+__all__ = ["Earlier", "Job", "LoadJob", "OnSnapshot", "Operation", "Permit", "SaveJob"]
 
 OnSnapshot = Callable[[], None]
 """Called once the snapshot is safe, so that training may go on."""
@@ -37,6 +38,39 @@ class Permit(Protocol):
         """Be asked just before the commit. An error ends the save on all ranks, and its files go."""
 
 
+class Earlier(Protocol):
+    """The earlier checkpoints of a run, to which a save may refer.
+
+    Attributes:
+        receipt: what this rank has written in the newest of them; None if it is not in memory.
+    """
+
+    receipt: Receipt | None
+
+    @property
+    def compared(self) -> tuple[int, int]:
+        """How many of this rank's blocks were equal in the last two saves, and how many were compared."""
+
+    @property
+    def is_new(self) -> Mapping[int, bool]:
+        """For each file of this rank, by its kind, whether all of its blocks had changed in the last save."""
+
+    async def base(self) -> str:
+        """Return the folder of the newest checkpoint to refer to; "" for none. It is protected. On rank 0 only."""
+
+    async def protects(self, steps: Collection[int]) -> bool:
+        """Note that the save may refer to these steps; return whether all of them can be trusted. On rank 0 only."""
+
+    async def confirm(self, steps: Collection[int]) -> None:
+        """Raise StorageError if one of the steps is not there any more. On rank 0, just before the commit."""
+
+    async def folder(self, name: str) -> Backend:
+        """Return storage over a folder of the run; it need not be closed."""
+
+    def saved(self, receipt: Receipt, compared: tuple[int, int], is_new: Mapping[int, bool]) -> None:
+        """Be told that a save of the run is committed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """The common part of a save and a load.
@@ -54,6 +88,7 @@ class Job:
         watch: follows it; started when the caller called.
         caller: where on this machine's accelerators the calling thread works.
         options: how to do it.
+        beside: view of the backend that knows what is beside the path; None: the backend.
     """
 
     path: str
@@ -68,6 +103,7 @@ class Job:
     watch: Watch
     caller: Caller
     options: SaveOptions | LoadOptions
+    beside: Backend | None = None
 
     @property
     def io_workers(self) -> int:
@@ -88,6 +124,7 @@ class SaveJob(Job):
         folder: where the checkpoint lies among others of the same run, without a role.
         names: numbers of the ranks in the job, for messages, where some of its ranks save alone; None: as they count.
         steps: optimizers whose steps a lazy snapshot holds back, where they are no part of the states; else None.
+        earlier: checkpoints to which the save may refer; None: it stores everything.
     """
 
     options: SaveOptions
@@ -98,6 +135,7 @@ class SaveJob(Job):
     folder: str = ""
     names: Sequence[int] | None = None
     steps: object = None
+    earlier: Earlier | None = None
 
     def telling(self, on_snapshot: OnSnapshot | None) -> SaveJob:
         """Return the job of a caller who goes on once ``on_snapshot`` was called; None: who waits for the end."""

@@ -28,6 +28,7 @@ from bcp.runtime.device import Lanes, accelerators
 from bcp.runtime.staging import pool_for
 from bcp.runtime.threads import collect_failure_garbage, in_thread, in_thread_gc_paused, low_priority_threads
 from bcp.stages.items import PartReceipt, WriteItem
+from bcp.stages.keep import Keeping, keep_graph
 from bcp.stages.load import LoadContext, load_graph
 from bcp.stages.save import SaveContext, Staging, Writers, save_graph
 from bcp.state.guard import being_loaded
@@ -51,17 +52,21 @@ async def asave(job: SaveJob) -> SaveResult:
         ):
             with job.watch.phase("plan"):
                 held, opening, _, planned, items, values = await plan_save(agreement, job, snapshot, refusal)
+                planned, items, keeping = await saving.choose_base(agreement, job, planned, items)
                 undo.begin(opening.operation, items)
             async with saving.not_replaced(job.backend, job.path, opening.operation, opening.version):
                 with job.watch.phase("write"):
                     with unwrap_stage_errors():
-                        stored = await write_parts(job, items, snapshot)
-                    receipt = saving.make_receipt(items, stored, values, opening.operation, job.rank, job.options)
+                        stored = await write_parts(job, items, snapshot, keeping)
+                    receipt = saving.make_receipt(
+                        items, stored, values, opening.operation, job.rank, job.options, keeping
+                    )
                     written = await saving.put_receipt(job.backend, receipt)
             undo.leave_to_rank_0()
             with job.watch.phase("commit"):
                 all_nbytes = await saving.commit_save(agreement, planned, job.rank, written, undo)
             job.watch.all_nbytes = all_nbytes
+            saving.remember_blocks(job, receipt)
             result = saving.result(job, held, opening, receipt, items, snapshot)
             await record.share(agreement, result)
     return result
@@ -85,8 +90,13 @@ async def plan_save(
     return held, opening, plan, planned, items, values
 
 
-async def write_parts(job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot) -> list[PartReceipt]:
-    """Send the parts through the graph; the data files are durable when this returns."""
+async def write_parts(
+    job: SaveJob, items: Sequence[WriteItem], snapshot: saving.Snapshot, keeping: Keeping | None = None
+) -> list[PartReceipt]:
+    """Send the parts through the graph; the data files are durable when this returns.
+
+    ``keeping`` says which blocks an earlier checkpoint may have; None for none.
+    """
     options = job.options
     job.watch.contents = partial(saving.contents, {item.name: item for item in items})
     changing = [item for item in items if not item.is_steady]
@@ -111,11 +121,15 @@ async def write_parts(job: SaveJob, items: Sequence[WriteItem], snapshot: saving
             snapshot.taken,
             copies_first=job.returns_after_snapshot and budget.capacity >= nbytes,
         )
-        graph = save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=job.io_workers)
+        if keeping is None:
+            graph = save_graph(context, options.codecs, copy_workers=options.copy_workers, io_workers=job.io_workers)
+        else:
+            graph = keep_graph(context, keeping, copy_workers=options.copy_workers, io_workers=job.io_workers)
         graph = edited(graph, options.edit)
         if not changing:
             await snapshot.taken()
-        files = saving.open_files(job.backend, items, encoded=bool(options.codecs))
+        of_any_size = {item.key for item in items if options.codecs} if keeping is None else keeping.files.keys()
+        files = saving.open_files(job.backend, items, of_any_size)
         stored = await run_while_opening(
             files, writers.opened, partial(graph.run, items, budget=budget, observe=job.watch)
         )

@@ -22,8 +22,9 @@ _SHOWN = 3
 
 def encode_written(receipt: Receipt, digest: bytes, nbytes: int) -> bytes:
     """Return a rank's message for the commit: digest and size of its receipt, and its files' sizes."""
-    files = [_FILE.pack(file.kind, file.stored_nbytes) for file in receipt.files]
-    return Written(digest, nbytes, b"".join(files)).encode()
+    files = [_FILE.pack(file.kind, file.own_nbytes) for file in receipt.files if not file.kept]
+    packed = [_FILE.pack(file.kind, file.own_nbytes) for file in receipt.files if file.kept]
+    return Written(digest, nbytes, b"".join(files), b"".join(packed), tuple(sorted(receipt.refers))).encode()
 
 
 def decode_written(messages: Sequence[bytes]) -> list[Written]:
@@ -33,14 +34,14 @@ def decode_written(messages: Sequence[bytes]) -> list[Written]:
     """
     all_written = Written.decode_all(messages)
     for rank, written in enumerate(all_written):
-        if any(kind >= len(KINDS) for kind, _ in _FILE.iter_unpack(written.files)):
+        if any(kind >= len(KINDS) for kind, _ in _FILE.iter_unpack(written.files + written.packed)):
             raise refused("Written", messages[rank], "a file is of no known kind", rank)
     return all_written
 
 
 def data_nbytes(all_written: Sequence[Written]) -> int:
     """Return the bytes that all ranks wrote into data files."""
-    return sum(stored for written in all_written for _, stored in _FILE.iter_unpack(written.files))
+    return sum(stored for written in all_written for _, stored in _FILE.iter_unpack(written.files + written.packed))
 
 
 async def check_written(
@@ -87,6 +88,8 @@ def _files(rank: int, written: Written, operation: str, *, encoded: bool) -> Ite
     yield ObjectInfo(receipt_key(rank, operation), written.nbytes)
     for kind, stored in _FILE.iter_unpack(written.files):
         yield ObjectInfo(data_key(kind, rank, operation, encoded=encoded), stored)
+    for kind, stored in _FILE.iter_unpack(written.packed):
+        yield ObjectInfo(data_key(kind, rank, operation, encoded=True), stored)
 
 
 async def _lost(backend: Backend, wrong: Sequence[ObjectInfo]) -> AsyncIterator[ObjectInfo]:

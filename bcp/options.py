@@ -81,7 +81,9 @@ class SaveOptions:
             before a byte is written.
         progress: draw a progress bar on rank 0 (needs ``bcp-checkpoint[cli]``).
         edit: takes the save graph and returns the one to run, as in ``lambda g: g.after("d2h", my_stage)``. The
-            stages are ``d2h``, ``serialize``, one per codec, ``upload`` and ``checksum``.
+            stages are ``d2h``, ``serialize``, one per codec, ``upload`` and ``checksum``. A save that refers to an
+            earlier one (``Run(since="auto")``) has ``d2h``, ``serialize``, ``checksum``, ``keep``, ``place`` and
+            ``upload``.
         codecs: applied to every part in this order, before it is stored.
         balance: how replicated tensors are divided over the ranks that hold them. ``"split"`` cuts them, and every rank
             writes the same number of bytes. ``"worst-fit"`` gives whole shards to the least loaded rank (sec. 4.1).

@@ -31,4 +31,4 @@ async def open_checkpoint(agreement: Agreement, job: LoadJob) -> Source:
     opened = Opened.decode(await gather_broadcast(agreement, "open", job.rank, b"", answer), sender=0)
     metadata = await in_thread_gc_paused(decode_metadata, opened.metadata, where)
     job.watch.join(metadata.commit.operation, opened.trace, metadata.commit.created)
-    return Source.of(job.backend, job.path, metadata, job.options, job.rank)
+    return Source.of(job.backend, job.path, metadata, job.options, job.rank, beside=job.beside)

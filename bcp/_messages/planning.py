@@ -17,11 +17,13 @@ from bcp._messages.base import Count, Message, Seconds, expect, prepare
 
 __all__ = [
     "DIGEST_BYTES",
+    "Base",
     "BlockRuns",
     "CatalogueColumns",
     "Claim",
     "CodecTrial",
     "DifferingReplicas",
+    "EqualBlocks",
     "Ints",
     "LoadAnswer",
     "LoadRequestColumns",
@@ -167,15 +169,36 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return f"dataloader {self.name!r}" if self.name else "the dataloader"
 
 
+class EqualBlocks(Message, frozen=True, array_like=True, tag=False):
+    """How many blocks of a rank's last save were equal to those of the save before."""
+
+    equal: Count
+    blocks: Count  # how many were compared
+
+    def __post_init__(self) -> None:
+        expect(self.equal <= self.blocks, reason=f"{self.equal} of {self.blocks} blocks are equal")
+
+
+class Base(Message, frozen=True):
+    """Rank 0's answer: the earlier checkpoint of the run to which a save may refer."""
+
+    step: Count
+    operation: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]  # id of its save
+    since_full: Count  # how many saves have referred to others in a row, with the one that begins
+    refers: tuple[Count, ...]  # steps that the save may refer to, the base itself among them
+
+
 class Written(Message, frozen=True, array_like=True, tag=False):
     """The files that a rank has written."""
 
     digest: Digest  # digest of the rank's receipt
     nbytes: Count  # bytes of this receipt
     files: bytes  # rows of 9 bytes for the rank's data files: code of the kind, and bytes as stored
+    packed: bytes  # the same for files that lack blocks of earlier checkpoints
+    refers: tuple[Count, ...]  # steps of these checkpoints
 
     def __post_init__(self) -> None:
-        expect(_whole(self.files, 9), reason="rows of files are cut off")
+        expect(_whole(self.files, 9), _whole(self.packed, 9), reason="rows of files are cut off")
 
 
 class CodecTrial(Message, frozen=True, array_like=True, tag=False):

@@ -2,6 +2,7 @@
 
 from bcp._save.codec_trial import measured, pays, tried
 from bcp._save.failures import CleanUp, not_replaced, put_back, undone_on_error
+from bcp._save.keeping import choose_base, remember_blocks
 from bcp._save.leader import BLOCK_BYTES, Opening, Planned, commit_save
 from bcp._save.local_state import LocalState, collect_local_state
 from bcp._save.parts import (
@@ -25,6 +26,7 @@ __all__ = [
     "Planned",
     "SavePlan",
     "Snapshot",
+    "choose_base",
     "collect_local_state",
     "commit_save",
     "contents",
@@ -43,6 +45,7 @@ __all__ = [
     "put_receipt",
     "read_share",
     "rehearse",
+    "remember_blocks",
     "result",
     "tried",
     "twin_items",

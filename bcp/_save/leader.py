@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
 from bcp._agree import gather_broadcast, gather_scatter, nothing_in
 from bcp._deletion import TRIES, Committed, delete_unnamed, pause, read_committed, swept
-from bcp._job import Permit, SaveJob
+from bcp._job import Earlier, Permit, SaveJob
 from bcp._log import log
-from bcp._messages.planning import Opening, Written
+from bcp._messages.planning import Base, EqualBlocks, Opening, Written
+from bcp._save.bases import find_base
 from bcp._save.failures import CleanUp, check_not_replaced, put_back
 from bcp._save.replicas import find_differing
 from bcp._save.samples import balanced
@@ -137,11 +138,24 @@ class Target:
     metrics: Mapping[str, float]  # numbers that the commit carries
     compares: bool  # whether ranks compare their replicas
     names: Sequence[int] | None = None  # numbers of the ranks, for messages; None: as they count
+    earlier: Earlier | None = None  # checkpoints to which the save may refer; None: to none
+    beside: Backend | None = None  # view of the destination that knows what is beside it; None: the backend
 
     @classmethod
     def of(cls, job: SaveJob, *, compares: bool = False) -> Target:
         """Return the target of a save."""
-        return cls(job.path, job.backend, job.options, job.watch.trace, job.permit, job.metrics, compares, job.names)
+        return cls(
+            job.path,
+            job.backend,
+            job.options,
+            job.watch.trace,
+            job.permit,
+            job.metrics,
+            compares,
+            job.names,
+            job.earlier,
+            job.beside,
+        )
 
 
 async def open_save(target: Target, framework: str, hellos: Sequence[bytes]) -> tuple[Opened, bytes]:
@@ -212,6 +226,15 @@ class Planned:
 
     opened: Opened  # the first step
     layout: bytes  # the unchanging part of the metadata, encoded
+    base: Base | None = None  # the earlier checkpoint to which the save may refer
+
+    async def find_base(self, messages: Sequence[bytes]) -> tuple[Planned, bytes]:
+        """Choose the earlier checkpoint to which the save may refer, if there is any."""
+        earlier = self.opened.target.earlier
+        if earlier is None:
+            return self, b""
+        base = await find_base(earlier, self.layout, EqualBlocks.decode_all(messages))
+        return replace(self, base=base), b"" if base is None else base.encode()
 
     async def compare(self, sums: Sequence[bytes]) -> tuple[None, bytes]:
         """Say whether the replicas of all ranks are equal; ``sums`` are those of their digests."""
@@ -285,6 +308,8 @@ class Committing:
         target, opening = opened.target, opened.opening
         if target.permit is not None:
             await target.permit.commit()
+        if target.earlier is not None:
+            await target.earlier.confirm(self._refers())
         undo.send(opened.old.operation)
         data = encode_metadata(self.planned.layout, self._record())
         try:
@@ -310,7 +335,13 @@ class Committing:
             receipts=b"".join(written.digest for written in self.written),
             metrics={name: value for name, value in opened.target.metrics.items() if math.isfinite(value)},
             user=options.metadata,
+            refers=self._refers(),
+            since_full=self.planned.base.since_full if self._refers() and self.planned.base is not None else 0,
         )
+
+    def _refers(self) -> tuple[int, ...]:
+        """Return the steps to which the files of any rank refer."""
+        return tuple(sorted({step for written in self.written for step in written.refers}))
 
     async def _check_place(self, version: Version) -> None:
         """Check that the metadata was put beside the data: somebody may have moved the directory away meanwhile."""
@@ -363,7 +394,16 @@ class Done:
         if keys or left:
             with swept(target.path, operation):
                 policy = target.options.retries
-                await delete_unnamed(target.backend, keys, by=operation, unfinished=left, policy=policy)
+                is_needed = None if target.permit is None else False  # a run keeps such steps, and saves beside them
+                await delete_unnamed(
+                    target.backend,
+                    keys,
+                    by=operation,
+                    unfinished=left,
+                    policy=policy,
+                    beside=target.beside,
+                    is_needed=is_needed,
+                )
 
 
 def _is_of_a_save(key: str) -> bool:

@@ -5,7 +5,7 @@ Units of sharded states in this rank's dataloader file: one behind the other, be
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -20,6 +20,7 @@ from bcp._save.plan import SavePlan
 from bcp._save.snapshot import Snapshot
 from bcp._written import encode_written
 from bcp.events import SaveResult
+from bcp.format.kept import KeptRun
 from bcp.format.metadata import EXTRA_NAME, data_key, receipt_key
 from bcp.format.receipt import Blocks, FileReceipt, Receipt, encode_receipt, receipt_digest
 from bcp.options import SaveOptions
@@ -32,6 +33,7 @@ from bcp.protocols import Backend, ObjectKey, PartWriter, retries_of
 from bcp.runtime.device import stream_count
 from bcp.runtime.threads import in_thread_gc_paused, thread_count
 from bcp.stages.items import PartReceipt, WriteItem
+from bcp.stages.keep import BaseFile, Keeping
 from bcp.stages.memcpy import addresses
 from bcp.state.values import encode_value, encode_values
 
@@ -156,15 +158,18 @@ def contents(items: Mapping[str, WriteItem], name: str) -> tuple[str, Sequence[s
 
 @asynccontextmanager
 async def open_files(
-    backend: Backend, items: Sequence[WriteItem], *, encoded: bool
+    backend: Backend, items: Sequence[WriteItem], of_any_size: Collection[str]
 ) -> AsyncIterator[dict[str, PartWriter]]:
-    """Open every data file; they appear when the context ends well, and not at all otherwise."""
+    """Open every data file; they appear when the context ends well, and not at all otherwise.
+
+    ``of_any_size`` are the keys of files whose sizes nobody knows before.
+    """
     nbytes: dict[str, int] = {}
     for item in items:
         nbytes[item.key] = max(nbytes.get(item.key, 0), item.part.stop)
     async with AsyncExitStack() as stack:
         yield {
-            key: await stack.enter_async_context(backend.open_write(key, None if encoded else size))
+            key: await stack.enter_async_context(backend.open_write(key, None if key in of_any_size else size))
             for key, size in nbytes.items()
         }
 
@@ -176,6 +181,7 @@ def make_receipt(
     operation: str,
     rank: int,
     options: SaveOptions,
+    keeping: Keeping | None = None,
 ) -> Receipt:
     """Make the receipt of the files that this rank wrote; ``objects`` are the values it owns, as text."""
     by_file: dict[str, list[PartReceipt]] = {}
@@ -183,8 +189,21 @@ def make_receipt(
         by_file.setdefault(item.key, []).append(receipt)
     headers = {item.key: len(item.header) for item in items if item.header}
     codecs = tuple(codec.name for codec in options.codecs)
-    files = [_file_receipt(headers[key], parts, codecs) for key, parts in by_file.items()]
+    bases = {} if keeping is None else keeping.files
+    files = []
+    for key, parts in by_file.items():
+        file = _file_receipt(headers[key], parts, codecs)
+        files.append(replace(file, kept=_kept(bases[key], parts, file, rank, operation)) if key in bases else file)
     return Receipt(rank, operation, files, objects)
+
+
+def _kept(
+    base: BaseFile, parts: Sequence[PartReceipt], file: FileReceipt, rank: int, operation: str
+) -> tuple[KeptRun, ...]:
+    """Return where the blocks lie that a packed file lacks; one empty run for a file that lacks none."""
+    is_kept = [np.zeros(len(part.blocks), bool) if part.is_kept is None else part.is_kept for part in parts]
+    runs = base.runs(np.concatenate(is_kept))
+    return runs or (KeptRun(1, 0, 0, operation, file.kind, rank, packed=True, start=0),)
 
 
 def _file_receipt(data_start: int, parts: Sequence[PartReceipt], codecs: tuple[str, ...]) -> FileReceipt:
@@ -218,7 +237,7 @@ def result(
         operation=opening.operation,
         rank=job.rank,
         world_size=job.world_size,
-        nbytes=sum(file.stored_nbytes for file in receipt.files),
+        nbytes=sum(file.own_nbytes for file in receipt.files),
         state_nbytes=held.nbytes,
         dedup_saved_bytes=held.nbytes - data_nbytes,
         seconds=job.watch.seconds,

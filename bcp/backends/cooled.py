@@ -69,17 +69,15 @@ def cooled(
     retries: RetryPolicy | None = None,
     *,
     given: str | None = None,
-    closes: bool = True,
 ) -> CooledBackend:
     """Return the view of a checkpoint's path that also has the files in a cold place.
 
     Args:
-        backend: over the path. The view closes it, if ``closes``.
+        backend: over the path. The view closes it.
         path: as the caller has said it.
         storage_options: for the file system of a URL.
         retries: of failed requests.
         given: the cold place of the run, if the caller has named it; else the run's record names it.
-        closes: whether the view closes ``backend``. It always closes what it opens.
 
     """
 
@@ -91,7 +89,7 @@ def cooled(
             partial(resolve, run, storage_options, retries), run, storage_options, retries, given=given
         ), name
 
-    return CooledBackend(backend, side, closes=True, closes_hot=closes)
+    return CooledBackend(backend, side, closes=True)
 
 
 class CooledBackend:
@@ -100,25 +98,17 @@ class CooledBackend:
     The cold side is asked for files that are missing here, so a checkpoint without such files costs no request more.
     """
 
-    def __init__(
-        self,
-        hot: Backend,
-        side: Side | Callable[[], Side | None],
-        *,
-        closes: bool = False,
-        closes_hot: bool = True,
-    ) -> None:
+    def __init__(self, hot: Backend, side: Side | Callable[[], Side | None], *, closes: bool = False) -> None:
         """Take the folder.
 
         Args:
             hot: storage under the path.
             side: the cold side, or a function that finds it; it may block.
             closes: whether :meth:`aclose` closes the folder and the cold places.
-            closes_hot: whether it closes the folder then.
 
         """
         self.hot = hot
-        self._find, self._closes, self._closes_hot = side, closes, closes_hot
+        self._find, self._closes = side, closes
         self._found: dict[str, tuple[OpenPlace, Backend]] = {}
 
     def __repr__(self) -> str:
@@ -205,8 +195,7 @@ class CooledBackend:
     async def aclose(self) -> None:
         """Let go of both sides, if they are the view's own."""
         if self._closes:
-            if self._closes_hot:
-                await self.hot.aclose()
+            await self.hot.aclose()
             if isinstance(self._find, tuple):
                 await self._find[0].aclose()
 

@@ -39,11 +39,13 @@ class Place:
         path: its name, for messages: absolute, without secrets.
         backend: storage under the path and role.
         opened: closes the storage at the end, if it was opened for this place.
+        beside: a view of the backend that knows what is beside the path; None: the backend itself.
     """
 
     path: str
     backend: Backend
     opened: AbstractAsyncContextManager[object]
+    beside: Backend | None = None
 
 
 def place_of(
@@ -76,10 +78,17 @@ def place_of(
     match = _FILE.fullmatch(os.fsdecode(path)) if isinstance(path, str | os.PathLike) else None
     whole, where = resolve(path if match is None else match[1], storage_options, retries), words_of(path)
     backend = whole if match is None else child(whole, match[2])
-    if cold is not None and role is None and match is None and not isinstance(path, Backend):
-        whole = backend = cooled(whole, path, storage_options, retries, given=None if cold == "run" else fixed(cold))
+    beside: Backend | None = None
+    if role is None and match is None and not isinstance(path, Backend):
+        given = None if cold in (None, "run") else fixed(cold)
+        beside = whole = cooled(whole, path, storage_options, retries, given=given)
+        backend = backend if cold is None else beside
     opened = nullcontext() if isinstance(path, Backend) else aclosing(whole)
-    return Place(where, backend, opened) if role is None else Place(f"{where}/{role}", child(backend, role), opened)
+    return (
+        Place(where, backend, opened, beside)
+        if role is None
+        else Place(f"{where}/{role}", child(backend, role), opened)
+    )
 
 
 def words_of(path: Path) -> str:

@@ -55,6 +55,7 @@ def _state(step: StepInfo) -> str:
     words += ["cold"] if step.cold_nbytes else []
     words += [step.trust] if step.trust != "unknown" else []
     words += ["pinned"] if step.pinned else []
+    words += [f"refers to {', '.join(map(str, step.refers))}"] if step.refers else []
     words += [step.reason] if step.reason else []
     return ", ".join(words)
 

@@ -180,6 +180,7 @@ class StorageWriter(storage.StorageWriter):
             place=place.path,
             backend=place.backend,
             opened=place.opened,
+            beside=place.beside,
             states={},
             planner=partial(planner_for, None, {}),
             rank=rank,

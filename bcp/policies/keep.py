@@ -45,6 +45,7 @@ class Entry:
         launch: of the roles, if the run has several; None if it is not known.
         about: operations of the checkpoints that a mark as suspect is about, if the step was about to be saved again;
             empty for whatever is there.
+        refers: steps whose checkpoints have some of its blocks (``Run(since="auto")``).
 
     Example:
         >>> Entry(step=300, committed=1_700_000_000.0, metrics={"loss": 2.5}).trust
@@ -60,6 +61,7 @@ class Entry:
     pinned: bool = False
     launch: str | None = None
     about: tuple[str, ...] = ()
+    refers: tuple[int, ...] = ()
 
 
 class KeepPolicy(Protocol):
@@ -372,7 +374,11 @@ def as_keep_policy(value: KeepPolicy | int) -> KeepPolicy:
 
 
 def doomed(
-    entries: Sequence[Entry], keep: KeepPolicy, now: float, distrusted: Collection[int] = frozenset()
+    entries: Sequence[Entry],
+    keep: KeepPolicy,
+    now: float,
+    distrusted: Collection[int] = frozenset(),
+    needed: Collection[int] = frozenset(),
 ) -> list[int]:
     """Return the steps of the checkpoints that may be deleted, oldest first.
 
@@ -380,13 +386,14 @@ def doomed(
     and pinned ones. All checkpoints stay if the policy keeps none, because its metric, for example, is never noted.
 
     Suspect and distrusted checkpoints do not displace others: the policy and these rules choose once among all
-    checkpoints, and once among those that are neither.
+    checkpoints, and once among those that are neither. A checkpoint to which one that stays refers stays as well.
 
     Args:
         entries: the durable checkpoints of the run, in any order.
         keep: the policy.
         now: Unix seconds.
         distrusted: steps that the run could not, or must not, resume from.
+        needed: steps to which saves refer that are no entries yet.
 
     Example:
         >>> entries = [Entry(step=step, committed=0.0) for step in (10, 20, 30)]
@@ -412,4 +419,7 @@ def doomed(
         [entry.step for entry in sound],
     ):
         kept |= set(sorted(chosen)[-1:])
+    kept |= set(needed)
+    for entry in sorted(entries, key=lambda entry: -entry.step):  # a reference leads to an older step
+        kept |= set(entry.refers) if entry.step in kept else set()
     return sorted(steps - kept)

@@ -90,7 +90,8 @@ class AsyncCheckpoint(Facts):
             if self._source is None:
                 data = await read_metadata(self._place.backend, self.path)
                 metadata = await in_thread_gc_paused(decode_metadata, data, f"{self.path}/{METADATA_KEY}")
-                self._source = Source.of(self._place.backend, self.path, metadata, self._options)
+                place = self._place
+                self._source = Source.of(place.backend, self.path, metadata, self._options, beside=place.beside)
         return self
 
     async def aclose(self) -> None:

@@ -136,7 +136,8 @@ class Facts:
     def places(self, name: str, kind: str = "model") -> list[Place]:
         """Return the places of a tensor's bytes: files, and byte ranges of their data sections. Nothing is read.
 
-        Data files are safetensors files, so a reader of these finds the bytes, too (``docs/format.md``).
+        Data files are safetensors files, so a reader of these finds the bytes, too (``docs/format.md``). If the
+        checkpoint has blocks in other steps (:attr:`refers`), they are places in the files that ``bcp cp`` would make.
 
         Raises FqnMismatchError if the checkpoint has no such tensor.
 

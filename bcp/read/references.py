@@ -38,16 +38,19 @@ __all__ = ["ReferringBackend"]
 class ReferringBackend:
     """A view of a checkpoint with references. Packed files are read as whole ones; all else is that of the backend."""
 
-    def __init__(self, own: Backend, metadata: Metadata, receipts: Mapping[int, Receipt]) -> None:
+    def __init__(
+        self, own: Backend, metadata: Metadata, receipts: Mapping[int, Receipt], beside: Backend | None = None
+    ) -> None:
         """Take the checkpoint; nothing is read yet.
 
         Args:
             own: storage over the checkpoint.
             metadata: of the checkpoint.
             receipts: those that a reader has read, by rank. Others are read when they are needed.
+            beside: view of the storage that knows what is beside the checkpoint; None: ``own``.
 
         """
-        self.own = own
+        self.own, self._beside = own, own if beside is None else beside
         self._metadata, self._receipts = metadata, receipts
         self._files: dict[str, tuple[str, FileReceipt | None]] = {}
         self._folders: dict[int, Backend] = {}
@@ -154,7 +157,7 @@ class ReferringBackend:
     async def _folder(self, step: int) -> Backend:
         """Return storage over the folder of another step. Raises InputError if it cannot be known."""
         if step not in self._folders:
-            folder = await sibling(self.own, folder_name(step))
+            folder = await sibling(self._beside, folder_name(step))
             if folder is None:
                 raise InputError(
                     f"the checkpoint has blocks in {folder_name(step)} beside it, and {type(self.own).__name__} does "

@@ -38,10 +38,22 @@ class Source:
     receipts: dict[int, Receipt] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, backend: Backend, path: str, metadata: Metadata, options: LoadOptions, rank: int = 0) -> Source:
-        """Open a checkpoint whose table of contents is known; ``backend`` is that of the caller's path."""
+    def of(
+        cls,
+        backend: Backend,
+        path: str,
+        metadata: Metadata,
+        options: LoadOptions,
+        rank: int = 0,
+        *,
+        beside: Backend | None = None,
+    ) -> Source:
+        """Open a checkpoint whose table of contents is known; ``backend`` is that of the caller's path.
+
+        ``beside`` is a view of it that knows what is beside the path; None for the backend itself.
+        """
         receipts: dict[int, Receipt] = {}
-        return cls(_root(backend, metadata, receipts), path, metadata, options, rank, receipts)
+        return cls(_root(backend, metadata, receipts, beside), path, metadata, options, rank, receipts)
 
     def through(self, backend: Backend) -> Source:
         """Return the same checkpoint, read through another backend of the caller's path."""
@@ -86,12 +98,14 @@ class Source:
         return foreign is not None and is_unread(foreign.values[self.metadata.layout.objects[row]])
 
 
-def _root(backend: Backend, metadata: Metadata, receipts: Mapping[int, Receipt]) -> Backend:
+def _root(
+    backend: Backend, metadata: Metadata, receipts: Mapping[int, Receipt], beside: Backend | None = None
+) -> Backend:
     """Return the backend that keys are relative to: of the caller's path, or of the folder of a caller's file.
 
     Files of a checkpoint with references are whole there.
     """
     if metadata.commit.refers:
-        return ReferringBackend(backend, metadata, receipts)
+        return ReferringBackend(backend, metadata, receipts, beside)
     is_file = metadata.foreign is not None and metadata.foreign.is_file
     return folder_of(backend) if is_file else backend

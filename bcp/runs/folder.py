@@ -209,7 +209,9 @@ class Folder:
         known = {entry.step for entry in ledger.entries}
         removing = {removal.step: removal.version for removal in ledger.removing}
         newest = max(known, default=-1)
+        needed = ledger.referred()
         steps = [step for step in await self.steps() if step in removing or (step < newest and step not in known)]
+        steps = [step for step in steps if step not in needed]
         asked = [step for step in steps if step not in live and step not in self._removed]
         commits = await self._commits(asked)
         leftovers = []
@@ -234,6 +236,8 @@ class Folder:
         A crash at any point leaves a whole checkpoint, or one that no list calls committed. Then :meth:`leftovers` has
         its step, and another call ends the work. An absent checkpoint is no error.
 
+        A checkpoint to which another one refers, or a save that has begun, stays as it is.
+
         Args:
             step: its step.
             spare_pinned: leave the checkpoint if somebody has pinned it meanwhile.
@@ -252,6 +256,8 @@ class Folder:
             ledger = await self.change(partial(_leaving, step, version, spare_pinned))
             if ledger.entry(step) is not None:
                 return
+        elif step in self._taken().referred():
+            return
         if check is not None:
             await check()
         for name, commit in reversed(list(zip(names, commits, strict=True))):  # the ledger has noted the first commit
@@ -397,7 +403,7 @@ class Folder:
                     )
                 before = ledger_there or Ledger(run_id=run_id or uuid.uuid4().hex[:12], owner="")
                 reconciled = await self._reconciled(before, is_lost=ledger_there is None)
-                ledger = replace(reconciled, owner=owner).with_life(life)
+                ledger = replace(await self._settled(reconciled), owner=owner).with_life(life)
                 if await self._put(ledger, version):
                     return ledger
                 await _pause()
@@ -557,10 +563,10 @@ class Folder:
         elif added:
             log.info("committed checkpoints were not in the ledger", run=self._url, steps=sorted(added))
         # a policy of days counts from now: the true time is not known, and they must not go at once
-        metrics = await in_turns(partial(self._metrics, step) for step in added)
+        noted = await in_turns(partial(self._noted, step) for step in added)
         entries = [
-            Entry(step=step, committed=float(self._clock()), metrics=noted, pinned=is_lost)
-            for step, noted in zip(added, metrics, strict=True)
+            Entry(step=step, committed=float(self._clock()), metrics=metrics, pinned=is_lost, refers=refers)
+            for step, (metrics, refers) in zip(added, noted, strict=True)
         ]
         return await self.renewed(ledger.only(set(steps)).with_entries(entries))
 
@@ -574,7 +580,8 @@ class Folder:
             commit = await self._first_commit(entry.step) if entry.about else None
             if commit is not None and commit.operations.isdisjoint(entry.about):
                 committed = float(self._clock())
-                entries.append(Entry(step=entry.step, committed=committed, metrics=commit.metrics, pinned=entry.pinned))
+                found = Entry(step=entry.step, committed=committed, metrics=commit.metrics, pinned=entry.pinned)
+                entries.append(replace(found, refers=tuple(sorted({*entry.refers, *commit.refers}))))
         return ledger.with_entries(entries)
 
     async def _first_commit(self, step: int) -> Commit | None:
@@ -605,14 +612,48 @@ class Folder:
                 return None
         return frozenset(found)
 
-    async def _metrics(self, step: int) -> Mapping[str, float]:
-        """Return the metrics that a checkpoint was committed with; none if its commit object cannot be read."""
+    async def _settled(self, ledger: Ledger) -> Ledger:
+        """Note to which steps those saves refer that a job before has begun: it may have died before it noted that.
+
+        A save whose commit cannot be read stays noted as begun.
+        """
+        for saving in ledger.saving:
+            refers = await self.refers_of(saving.step)
+            if refers is None:
+                continue
+            entry = ledger.entry(saving.step)
+            ledger = ledger.settled([saving.step])
+            if entry is not None:
+                ledger = ledger.with_entries([replace(entry, refers=refers)])
+        return ledger
+
+    async def refers_of(self, step: int) -> tuple[int, ...] | None:
+        """Return the steps to which the committed folders of a step refer; None if one of them cannot be read.
+
+        The steps were listed.
+        """
+        found: set[int] = set()
+        for name in self._names.get(step, ()):
+            try:
+                found |= {*(await self.read_commit(name)).refers}
+            except FileNotFoundError:
+                continue
+            except BcpError as error:
+                log.warning("it is not known to which steps a checkpoint refers", checkpoint=name, error=repr(error))
+                return None
+        return tuple(sorted(found))
+
+    async def _noted(self, step: int) -> tuple[Mapping[str, float], tuple[int, ...]]:
+        """Return the metrics of a checkpoint, and the steps to which it refers; all older ones if that is unknown."""
+        refers = await self.refers_of(step)
+        if refers is None:
+            refers = tuple(sorted(older for older in self._names if older < step))
         for name in self.names_of(step):
             try:
-                return (await self.read_commit(name)).metrics
+                return (await self.read_commit(name)).metrics, refers
             except (BcpError, FileNotFoundError) as error:
                 log.debug("the metrics of a checkpoint are unknown", checkpoint=name, error=repr(error))
-        return {}
+        return {}, refers
 
     async def _put(self, ledger: Ledger, version: Version | None) -> bool:
         """Store a ledger if the one there has this version; say whether it is stored."""
@@ -636,7 +677,8 @@ class Folder:
 
 def _leaving(step: int, version: Version, spare_pinned: bool, ledger: Ledger) -> Ledger:  # noqa: FBT001 -- for partial
     entry = ledger.entry(step)
-    return ledger if spare_pinned and entry is not None and entry.pinned else ledger.leaving(step, version)
+    is_spared = spare_pinned and entry is not None and entry.pinned
+    return ledger if is_spared or step in ledger.referred() else ledger.leaving(step, version)
 
 
 async def _pause() -> None:

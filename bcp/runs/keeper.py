@@ -27,7 +27,7 @@ from bcp.protocols import Unfinished
 from bcp.runs.candidates import UNCOMMITTED, Candidate, Goal, candidates
 from bcp.runs.clock import RunClock
 from bcp.runs.folder import Folder
-from bcp.runs.ledger import Ledger
+from bcp.runs.ledger import Ledger, Saving
 from bcp.runs.resuming import Candidates, Choice, Resumed
 from bcp.runs.roles import Roles, has_roles
 from bcp.runs.uploads import Uploads
@@ -65,6 +65,7 @@ class Keeper:
         self._own: set[int] = set()
         self._replaced: set[int] = set()
         self._unnoted: dict[int, tuple[float, Mapping[str, float]]] = {}
+        self._refers: dict[int, tuple[int, ...]] = {}
         self._complained = self._has_told = False
         self._clock = RunClock()
         self.began = time.monotonic()
@@ -195,16 +196,18 @@ class Keeper:
         """
         now = self._clock.now()
         unfinished = None if self._tidied else await self._unfinished()
+        await self._add_references(step)
         self._unnoted[step] = (now, metrics)
         self._own.add(step)
         for steps in (self._distrusted, self._left_behind):
             steps.discard(step)
-        ledger = await self._note(self._leave_behind)
+        ledger = await self._note(partial(self._after_commit, step))
         self._left_behind = set()
         self._complain_if_none(ledger, now)
         untouched = self._untouched_now(ledger)
         gone = await self._given_up(ledger, now)
-        await self._remove(old for old in gone if old < step and old not in untouched)
+        leaving = [old for old in gone if old < step and old not in untouched]
+        await self._remove(reversed(leaving) if ledger.referred() else leaving)  # a step goes before those it refers to
         left = [old for old in await self._folder.leftovers(live) if old < step and old not in untouched]
         for old in left:
             log.info("remove the remains of step %d, which was never committed or is partly deleted", old)
@@ -215,14 +218,17 @@ class Keeper:
 
     async def _given_up(self, ledger: Ledger, now: float) -> Collection[int]:
         """Return the steps that the policy gives up. Of several roles it sees whole steps only."""
+        needed = {base for saving in ledger.saving for base in saving.refers}
         if self._roles is None:
-            return doomed(ledger.entries, self._keep, now, self._distrusted)
+            return doomed(ledger.entries, self._keep, now, self._distrusted, needed)
         try:
             whole = await self._roles.whole(ledger.entries, self._folder)
         except BcpError as error:
             log.warning("no checkpoint is deleted now, for another role's cannot be read: %s", error)
             return ()
-        return sorted({*whole.broken, *doomed(whole.entries, self._keep, now, self._distrusted | {*whole.doubted})})
+        gone = {*whole.broken, *doomed(whole.entries, self._keep, now, self._distrusted | {*whole.doubted}, needed)}
+        stays = {entry.step for entry in ledger.entries} - gone
+        return sorted(gone - ledger.referred(stays))
 
     async def _remove(self, steps: Iterable[int]) -> None:
         """Delete checkpoints, but not behind the back of a link that stays.
@@ -251,6 +257,48 @@ class Keeper:
         if any(entry.trust == "verified" and entry.step in self._own for entry in ledger.entries):
             self._untouched = set()
         return self._untouched
+
+    def _after_commit(self, step: int, ledger: Ledger) -> Ledger:
+        """Leave newer checkpoints behind, and forget older saves: they have failed, or were noted before."""
+        failed = [saving.step for saving in ledger.saving if saving.step < step]
+        return self._leave_behind(ledger.settled(failed) if failed else ledger)
+
+    async def protects(self, step: int, refers: Collection[int]) -> bool:
+        """Note that a save of a step may refer to other steps, so that they stay; return whether it may.
+
+        It may not if one of them is suspect, or if its deletion has begun.
+
+        Raises:
+            RunTakenError: another job has taken the folder since.
+            StorageError: storage failed.
+
+        """
+        wanted = tuple(sorted(refers))
+
+        def noted(ledger: Ledger) -> Ledger:
+            unfit = {entry.step for entry in ledger.entries if entry.trust == "suspect"} | self._distrusted
+            unfit |= {removal.step for removal in ledger.removing}
+            return ledger if unfit.intersection(wanted) else ledger.beginning(step, wanted)
+
+        ledger = await self._note(noted)
+        return Saving(step, wanted) in ledger.saving
+
+    async def _add_references(self, step: int) -> None:
+        """Add those of older folders of a step, which stay beside the one that was saved now."""
+        entry = self._entry(step)
+        if entry is None or not entry.refers:
+            return
+        try:
+            await self._folder.steps()
+            found = await self._folder.refers_of(step)
+        except StorageError as error:
+            log.warning("it is not known to which steps older folders refer", step=step, error=repr(error))
+            found = None
+        self._refers[step] = (*self._refers.get(step, ()), *entry.refers) if found is None else found
+
+    def will_refer(self, step: int, refers: Collection[int]) -> None:
+        """Be told to which steps a save refers that is about to be committed."""
+        self._refers[step] = tuple(sorted(refers))
 
     def _leave_behind(self, ledger: Ledger) -> Ledger:
         """Mark checkpoints after the step that the caller went back to, so that a restart does not take them.
@@ -287,6 +335,8 @@ class Keeper:
         if entry.pinned or entry.trust == "verified":
             why = "is pinned" if entry.pinned else "is verified"
             self._staying[step] = why, f"run.pin({step}, pinned=False) was called"
+        elif step in ledger.referred():
+            self._staying[step] = "has blocks that later steps refer to", "these steps are deleted"
         elif step in self._untouched_now(ledger):
             self._staying[step] = "is from before", "a checkpoint of this life is verified"
         return step in self._staying
@@ -474,7 +524,7 @@ class Keeper:
         def note(ledger: Ledger) -> Ledger:
             for step, (committed, metrics) in unnoted.items():
                 marked = None if step in self._replaced else ledger.entry(step)
-                ledger = ledger.with_checkpoint(step, committed, metrics, launch)
+                ledger = ledger.with_checkpoint(step, committed, metrics, launch, self._refers.get(step, ()))
                 if marked is not None and not marked.about:
                     ledger = ledger.marked(step, marked.trust, marked.reason)
             return change(ledger.observed(self.hours()) if unnoted else ledger)

@@ -12,20 +12,32 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from bcp.errors import CorruptError, FormatVersionError, InputError
-from bcp.format.metadata import OPERATION
+from bcp.format.metadata import LARGEST_STEP, OPERATION
 from bcp.policies.keep import Entry
 
-__all__ = ["LARGEST_STEP", "MOST_BYTES", "VERSION", "Ledger", "Life", "Removal", "newer", "numbers"]
+__all__ = [
+    "LARGEST_STEP",
+    "MOST_BYTES",
+    "VERSION",
+    "WITH_REFERENCES",
+    "Ledger",
+    "Life",
+    "Removal",
+    "Saving",
+    "newer",
+    "numbers",
+]
 
 T = TypeVar("T")
 Trust = Literal["unknown", "verified", "suspect"]
 
-VERSION = 1
+VERSION, WITH_REFERENCES = 1, 2
+"""Versions of a ledger. Without knowledge of references a job would delete what others refer to."""
+
 MOST_BYTES = 16 << 20
 """Largest size of a ledger. 10,000 checkpoints with three metrics each take 3 MB."""
 
 KEPT_LIVES = 100
-LARGEST_STEP = (1 << 63) - 1
 _MOST_TEXT = 4096
 _TRUSTS = ("unknown", "verified", "suspect")
 _ENDS = ("finished", "preempted", "failed")
@@ -76,6 +88,24 @@ class Removal:
     entry: Entry | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A save that has begun, and that may refer to other checkpoints.
+
+    Attributes:
+        step: its step.
+        refers: steps of these checkpoints.
+
+    Example:
+        >>> Ledger(run_id="pretrain", owner="a1", saving=(Saving(1000, (500,)),)).referred()
+        frozenset({500})
+
+    """
+
+    step: int
+    refers: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
     """The memory of a run.
@@ -83,9 +113,10 @@ class Ledger:
     Attributes:
         run_id: name of the run.
         owner: token of the job that took the folder last; only that job writes.
-        version: of the file's format.
+        version: of the file's format, without references.
         entries: the committed checkpoints, by step.
         removing: deletions that have begun. Their checkpoints are no entries any more.
+        saving: saves that have begun, and may refer to other checkpoints.
         lives: the last 100 lives of the job, the oldest first.
         total_lives: how many there were.
         branch: another one each time that the run goes back. Snapshots in memory of another branch count for nothing.
@@ -106,6 +137,7 @@ class Ledger:
     version: int = VERSION
     entries: tuple[Entry, ...] = ()
     removing: tuple[Removal, ...] = ()
+    saving: tuple[Saving, ...] = ()
     lives: tuple[Life, ...] = ()
     total_lives: int = 0
     branch: str = ""
@@ -118,8 +150,34 @@ class Ledger:
         """Return the entry of a step; None if the ledger has no checkpoint of it."""
         return next((entry for entry in self.entries if entry.step == step), None)
 
+    def referred(self, by: Collection[int] | None = None) -> frozenset[int]:
+        """Return the steps to which checkpoints refer, and saves that have begun.
+
+        Args:
+            by: only those of these steps; None: of all.
+
+        """
+        entries = (*self.entries, *(removal.entry for removal in self.removing if removal.entry is not None))
+        referring = [(entry.step, entry.refers) for entry in entries]
+        referring += [(saving.step, saving.refers) for saving in self.saving]
+        return frozenset(base for step, refers in referring if by is None or step in by for base in refers)
+
+    def beginning(self, step: int, refers: Iterable[int]) -> Ledger:
+        """Note that a save begins which may refer to other checkpoints: they stay until the save is noted."""
+        others = tuple(saving for saving in self.saving if saving.step != step)
+        return replace(self, saving=(*others, Saving(step, tuple(sorted(set(refers))))))
+
+    def settled(self, steps: Collection[int]) -> Ledger:
+        """Forget that saves of these steps have begun."""
+        return replace(self, saving=tuple(saving for saving in self.saving if saving.step not in steps))
+
     def with_checkpoint(
-        self, step: int, committed: float, metrics: Mapping[str, float], launch: str | None = None
+        self,
+        step: int,
+        committed: float,
+        metrics: Mapping[str, float],
+        launch: str | None = None,
+        refers: Iterable[int] = (),
     ) -> Ledger:
         """Add a checkpoint. One of the same step is replaced: its pin stays, its trust does not.
 
@@ -128,6 +186,7 @@ class Ledger:
             committed: when it was committed, in Unix seconds.
             metrics: numbers by name. One that is not finite is left out: no policy could compare it.
             launch: of the roles, if the run has several.
+            refers: steps whose checkpoints have some of its blocks.
 
         Raises:
             InputError: the step, a metric's name or its value is no such thing.
@@ -138,8 +197,8 @@ class Ledger:
         noted = {name: value for name, value in numbers(metrics).items() if math.isfinite(value)}
         known = self.entry(step)
         pinned = known is not None and known.pinned
-        committed = float(committed)
-        return self.with_entries([Entry(step=step, committed=committed, metrics=noted, pinned=pinned, launch=launch)])
+        entry = Entry(step=step, committed=float(committed), metrics=noted, pinned=pinned, launch=launch)
+        return self.with_entries([replace(entry, refers=tuple(sorted(set(refers))))]).settled([step])
 
     def with_entries(self, entries: Iterable[Entry]) -> Ledger:
         """Add entries; those of the same steps are replaced."""
@@ -289,7 +348,7 @@ class Ledger:
 
         """
         fields: dict[str, object] = {
-            "version": self.version,
+            "version": WITH_REFERENCES if self.saving or self.referred() else self.version,
             "run_id": self.run_id,
             "owner": self.owner,
             "failures": self.failures,
@@ -301,6 +360,8 @@ class Ledger:
         }
         if self.branch:
             fields["branch"] = self.branch
+        if self.saving:
+            fields["saving"] = [{"step": saving.step, "refers": list(saving.refers)} for saving in self.saving]
         data = json.dumps(fields, indent=1, allow_nan=False).encode() + b"\n"
         if len(data) > MOST_BYTES:
             raise InputError(
@@ -335,8 +396,8 @@ class Ledger:
             raise ValueError(f"it has {len(data)} bytes, and {MOST_BYTES} is the most")
         fields = _Fields(json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant), "it")
         version = fields.integer("version", 1)
-        if version > VERSION:
-            raise newer(where, version, VERSION)
+        if version > WITH_REFERENCES:
+            raise newer(where, version, WITH_REFERENCES)
         entries = fields.rows("checkpoints", _entry)
         removing = fields.rows("removing", _removal)
         steps = [*(entry.step for entry in entries), *(removal.step for removal in removing)]
@@ -348,6 +409,7 @@ class Ledger:
             owner=fields.text("owner"),
             entries=tuple(sorted(entries, key=lambda entry: entry.step)),
             removing=removing,
+            saving=fields.rows("saving", _saving) if "saving" in fields.values else (),
             lives=lives[-KEPT_LIVES:],
             total_lives=max(fields.integer("total_lives", 0), len(lives)),
             branch=fields.text("branch") if "branch" in fields.values else "",
@@ -415,7 +477,20 @@ def _entry(fields: _Fields) -> Entry:
         pinned=fields.truth("pinned"),
         launch=fields.text("launch") if "launch" in fields.values else None,
         about=tuple(_operations(fields)),
+        refers=_refers(fields) if "refers" in fields.values else (),
     )
+
+
+def _saving(fields: _Fields) -> Saving:
+    return Saving(fields.integer("step", 0), _refers(fields))
+
+
+def _refers(fields: _Fields) -> tuple[int, ...]:
+    """Return the steps to which a checkpoint refers. Raises ValueError if they are no steps."""
+    refers = fields.values["refers"]
+    if not isinstance(refers, list) or not all(type(step) is int and 0 <= step <= LARGEST_STEP for step in refers):
+        raise ValueError(f"a checkpoint has {str(refers)[:50]!r} as 'refers'")
+    return tuple(sorted(set(refers)))
 
 
 def _operations(fields: _Fields) -> Iterator[str]:
@@ -453,13 +528,14 @@ def _fields(entry: Entry) -> dict[str, object]:
         "pinned": entry.pinned,
     }
     fields |= {} if entry.launch is None else {"launch": entry.launch}
+    fields |= {"refers": list(entry.refers)} if entry.refers else {}
     return fields | ({"about": list(entry.about)} if entry.about else {})
 
 
 def _removal_fields(removal: Removal) -> dict[str, object]:
     """Return a deletion as JSON; with its entry, if that says more than the step."""
     entry, fields = removal.entry, {"step": removal.step, "version": removal.version}
-    if entry is None or not (entry.metrics or entry.pinned or entry.trust != "unknown"):
+    if entry is None or not (entry.metrics or entry.pinned or entry.trust != "unknown" or entry.refers):
         return fields
     return {**fields, "checkpoint": _fields(entry)}
 

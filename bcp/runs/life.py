@@ -88,6 +88,7 @@ class RunLife:
             if self._tiered is not None:
                 yield from noting(errors, partial(self._tiered.close, clear=is_durable))
             self._is_over = True
+            yield from noting(errors, self._saver.aclose)
             if self._keeper is not None:
                 yield from noting(errors, partial(self._keeper.close, "failed" if interrupt else end))
         finally:

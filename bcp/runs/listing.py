@@ -31,6 +31,7 @@ class StepInfo:
         trust: ``"unknown"``, ``"verified"`` or ``"suspect"``.
         reason: of the mark, against a folder that cannot be a checkpoint, or against a cold place that is not there.
         pinned: whether no policy may delete it.
+        refers: steps whose checkpoints have some of its blocks (``Run(since="auto")``).
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepInfo:
     reason: str = ""
     pinned: bool = False
     cold_nbytes: int = 0
+    refers: tuple[int, ...] = ()
 
 
 async def list_steps(folder: Folder, place: str) -> list[StepInfo]:
@@ -90,4 +92,5 @@ def _marked(info: StepInfo, entry: Entry) -> StepInfo:
         trust=entry.trust,
         reason="; ".join(filter(None, [entry.reason, info.reason])),
         pinned=entry.pinned,
+        refers=entry.refers,
     )

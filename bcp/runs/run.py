@@ -18,6 +18,7 @@ from bcp.policies.keep import KeepPolicy, as_keep_policy
 from bcp.policies.save import Costs, SavePolicy, as_save_policy
 from bcp.protocols import Coordinator, States
 from bcp.runs.arguments import below, check_arguments, check_lazy, place_of, with_launch
+from bcp.runs.bases import Since, bases
 from bcp.runs.calls import Body, adrive, drive
 from bcp.runs.ledger import numbers
 from bcp.runs.names import whole_step
@@ -82,6 +83,7 @@ class Run(SurvivingRun):
         role: Role | None = None,
         tiers: Tiers | None = None,
         durable: SavePolicy | int | None = None,
+        since: Since | None = None,
         coordinator: Coordinator | None = None,
     ) -> None:
         """Describe the run; touches no storage.
@@ -110,6 +112,10 @@ class Run(SurvivingRun):
             durable: which of the saves agents make durable, besides the last one; a number is every so many steps.
                 Others stay in memory. None: all of them. If ``save`` is a policy, :meth:`save` asks for a durable one
                 whatever this says. For ``tiers`` alone.
+            since: ``"auto"``: a save stores the blocks that have changed since the checkpoint before, and refers to
+                earlier checkpoints for the others, as for frozen parameters. Each checkpoint stays whole for readers,
+                and no policy deletes one that another needs. Not with ``tiers``, nor with codecs. None: every save
+                stores everything.
             coordinator: as for :func:`bcp.save`.
 
         Raises:
@@ -156,6 +162,7 @@ class Run(SurvivingRun):
             self._standby,
             lambda: self._keeper,
             self._tiered,
+            bases(since, self._url, self._save_options, lambda: self._keeper, tiers=tiers),
         )
         self._last: int | None = None
         self.resumed = Resumed()

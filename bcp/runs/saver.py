@@ -14,6 +14,7 @@ from bcp.events import SaveResult
 from bcp.options import SaveOptions
 from bcp.planners import Framework
 from bcp.protocols import Coordinator
+from bcp.runs.bases import Bases
 from bcp.runs.calls import Body
 from bcp.runs.keeper import Keeper
 from bcp.runs.names import free_name, in_order
@@ -46,8 +47,10 @@ class Saver:
         standby: Standby,
         keeper: Callable[[], Keeper | None],
         tiered: Tiered | None,
+        bases: Bases | None,
     ) -> None:
         """Remember the parts; nothing is read yet."""
+        self._bases = bases
         self._tiered, self._last_durable = tiered, 0
         self._aimed = 0, 0
         self._there: dict[int, tuple[str, ...]] = {}
@@ -59,6 +62,8 @@ class Saver:
     def resumed(self, resumed: Resumed) -> None:
         """Remember the folders that were there, on all ranks alike."""
         self._there, self._last_durable = in_order(resumed.folders), resumed.step
+        if self._bases is not None:
+            self._bases.resumed(resumed)
 
     def save(self, step: int, *, durable: bool) -> Body[Background[SaveResult]]:
         """Begin a save, once the one before has ended; return when training may go on.
@@ -183,4 +188,10 @@ class Saver:
             background=True,
             permit=None if keeper is None else keeper.permit(step, name),
             metrics=self.metrics.get(step),
+            earlier=None if self._bases is None else self._bases.at(step, name),
         )
+
+    async def aclose(self) -> None:
+        """Close the connections to earlier checkpoints."""
+        if self._bases is not None:
+            await self._bases.aclose()

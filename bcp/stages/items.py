@@ -122,12 +122,19 @@ class Blob:
         data: the bytes, encoded where codecs are used.
         start: where they go in the stored file; -1 until that is known (codecs change lengths).
         blocks: int64[n, 2], start and length of each block inside ``data`` that gets a checksum.
+        checksums: one xxh3-128 digest a block, where they come before the storing.
+        is_kept: bool[n], the blocks that an earlier checkpoint has, so that ``data`` has only the others; None for all
+            blocks in ``data``.
+        index: number of the stored part in its file; -1 for that of ``part``.
     """
 
     part: HostPart
     data: Buffer
     start: int
     blocks: np.ndarray
+    checksums: tuple[bytes, ...] = ()
+    is_kept: np.ndarray | None = None
+    index: int = -1
 
     @property
     def name(self) -> str:
@@ -138,6 +145,11 @@ class Blob:
     def nbytes(self) -> int:
         """Bytes to store."""
         return len(self.data)
+
+    @property
+    def planned_nbytes(self) -> int:
+        """Bytes that the blocks to store have."""
+        return int(self.blocks[-1].sum() if self.is_kept is None else self.blocks[~self.is_kept, 1].sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +162,7 @@ class PartReceipt:
         stored_nbytes: how many they are.
         blocks: int64[n, 2], start and length of each block inside the stored bytes of the part.
         checksums: one xxh3-128 digest a block.
+        is_kept: bool[n], the blocks that were not stored, because an earlier checkpoint has them; None for none.
     """
 
     part: Part
@@ -157,6 +170,7 @@ class PartReceipt:
     stored_nbytes: int
     blocks: np.ndarray
     checksums: tuple[bytes, ...]
+    is_kept: np.ndarray | None = None
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -27,7 +27,19 @@ from bcp.stages.gather import gather
 from bcp.stages.items import Blob, HostPart, PartReceipt, WriteItem
 from bcp.stages.memcpy import bytes_of
 
-__all__ = ["PartMemory", "SaveContext", "Staging", "Writers", "blocks_of", "save_graph", "snapshot_graph"]
+__all__ = [
+    "PartMemory",
+    "SaveContext",
+    "Staging",
+    "Writers",
+    "blocks_of",
+    "d2h",
+    "digests_of",
+    "save_graph",
+    "serialize",
+    "snapshot_graph",
+    "upload",
+]
 
 
 class Writers:
@@ -193,8 +205,7 @@ def upload(context: SaveContext, workers: int) -> Stage[Blob, Blob]:
     """Store a part; beside the copies, where that does not slow them down."""
 
     async def run(blob: Blob) -> Blob:
-        part = blob.part.item.part
-        planned = int(blob.blocks[-1].sum())
+        part, planned = blob.part.item.part, blob.planned_nbytes
         if blob.nbytes != planned:
             raise BcpError(
                 f"{part.name} has {blob.nbytes} bytes where {planned} were planned: a custom stage changed its "
@@ -203,7 +214,7 @@ def upload(context: SaveContext, workers: int) -> Stage[Blob, Blob]:
         writer = await context.writers.of(blob.part.item.key)
         if not isinstance(writer, CpuAwareWriter) or writer.uses_cpu:
             await context.let_copies_go_first()
-        await writer.write_part(part.index, blob.start, blob.data)
+        await writer.write_part(part.index if blob.index < 0 else blob.index, blob.start, blob.data)
         return blob
 
     return Stage("upload", run, workers=workers)
@@ -218,12 +229,13 @@ def checksum(context: SaveContext) -> Stage[Blob, PartReceipt]:
 
     async def run(blob: Blob) -> PartReceipt:
         await context.let_copies_go_first()
-        checksums = await in_thread(_digests, blob)
+        checksums = await in_thread(digests_of, blob)
         context.memory.give(blob.part.buffer)
         return PartReceipt(blob.part.item.part, blob.start, blob.nbytes, blob.blocks, checksums)
 
     return Stage("checksum", run)
 
 
-def _digests(blob: Blob) -> tuple[bytes, ...]:
+def digests_of(blob: Blob) -> tuple[bytes, ...]:
+    """Return the checksum of each block of a part."""
     return tuple(digests([memoryview(blob.data)], blob.blocks[:, 1].tolist()))

@@ -13,11 +13,13 @@ from bcp.backends import LocalBackend, child
 from bcp.backends.cooled import above, cooled
 from bcp.backends.place import Path, place_of
 from bcp.backends.prefixed import PrefixedBackend
+from bcp.backends.siblings import referring
 from bcp.errors import BcpError, ExistsError, InputError, NotACheckpointError, UncommittedError
 from bcp.format.metadata import METADATA_KEY, is_over_foreign, operation_of
 from bcp.protocols import Backend, ObjectInfo
 from bcp.read.opening import read_metadata
 from bcp.runs.latest import folder_of
+from bcp.runs.ledger import Ledger
 from bcp.runs.names import step_of
 from bcp.runtime.threads import in_thread
 from bcp.telemetry.store import FOLDER as TELEMETRY
@@ -71,8 +73,8 @@ def remove(
         The number of deleted files and bytes.
 
     Raises:
-        InputError: the checkpoint is pinned in its run, or another save has files here, and ``force`` is not set; or
-            the path is a symbolic link.
+        InputError: the checkpoint is pinned in its run, or another save has files here, and ``force`` is not set;
+            another step of the run refers to it, also with ``force``; or the path is a symbolic link.
         NotACheckpointError: there is no checkpoint.
         UncommittedError: there are files of a save without a commit: :func:`bcp.tools.collect` deletes them.
         ExistsError: another save has committed here meanwhile. Its checkpoint is untouched.
@@ -114,10 +116,17 @@ async def aremove(
         committed, listed = await read_committed(backend), await backend.list()
         if not force:
             await _check(parent, place.path, committed, listed, storage_options)
+        await _refuse_base(backend, parent, place.path, storage_options, force=force)
         own = [info for info in listed if _is_own(info.key, committed)]
         if not await withdraw(backend, {METADATA_KEY: version}):
             raise ExistsError(f"{place.path}: another save has committed here meanwhile; nothing was deleted")
-        kept = await delete_unnamed(backend, [info.key for info in own if info.key != METADATA_KEY])
+        try:  # a save that has begun since finds no metadata here, and refers to others
+            await _refuse_base(backend, parent, place.path, storage_options, force=force)
+        except InputError:
+            if committed.data:
+                await backend.put_if(METADATA_KEY, committed.data, None)
+            raise
+        kept = await delete_unnamed(backend, [info.key for info in own if info.key != METADATA_KEY], is_needed=False)
         others = [info.key for info in listed if not _is_own(info.key, committed)]
         nbytes = sum(info.nbytes for info in own if info.key not in kept)
         if not kept and committed.operations & (await read_committed(backend)).operations:
@@ -127,6 +136,35 @@ async def aremove(
     if run and not kept and not others:
         await _remove_folder(*((f"{run}/{name}", role) if role else (run, name)), storage_options)
     return RemoveResult(place.path, committed.operation, len(own) - len(kept), nbytes, (*kept, *others))
+
+
+async def _refuse_base(
+    backend: Backend,
+    above: tuple[str, str],
+    where: str,
+    storage_options: Mapping[str, Any] | None,
+    *,
+    force: bool,
+) -> None:
+    """Raise InputError if other steps of the run need the checkpoint; ``force`` deletes no such one either.
+
+    A save that has begun may need it, too. A killed one is forgotten at the next start of the run, or by ``force``.
+    """
+    if names := await referring(backend):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""  # noqa: PLR2004 -- as below
+        raise InputError(
+            f"{where} has blocks that {', '.join(names[:3])}{more} refer to, and these could not be loaded without it: "
+            "delete them first, or copy those that shall stay with `bcp cp`, which copies these blocks"
+        )
+    run, name = above
+    step = step_of(name) if run and not force else None
+    ledger = None if step is None else await _ledger(run, storage_options)
+    saving = [] if ledger is None else [saving.step for saving in ledger.saving if step in saving.refers]
+    if saving:
+        raise InputError(
+            f"a save of step {saving[0]} has begun that may refer to {where}: wait until it is committed. If no job "
+            "saves there, pass force=True (--force)"
+        )
 
 
 async def _refuse(backend: Backend, where: str) -> None:
@@ -177,13 +215,17 @@ async def _check(
 
 async def _is_pinned(run: str, step: int, storage_options: Mapping[str, Any] | None) -> bool:
     """Whether the ledger of a run, if there is one, has a step as pinned."""
-    folder, _ = folder_of(run, storage_options)
-    try:
-        ledger = await folder.peek()
-    finally:
-        await folder.aclose()
+    ledger = await _ledger(run, storage_options)
     entry = None if ledger is None else ledger.entry(step)
     return entry is not None and entry.pinned
+
+
+async def _ledger(run: str, storage_options: Mapping[str, Any] | None) -> Ledger | None:
+    folder, _ = folder_of(run, storage_options)
+    try:
+        return await folder.peek()
+    finally:
+        await folder.aclose()
 
 
 def _is_here(key: str) -> bool:

@@ -427,9 +427,9 @@ async def test_a_checkpoint_that_its_ledger_lacks_is_not_pinned(backend: Backend
 
 async def test_a_ledger_of_a_newer_version_is_left_alone(backend: Backend) -> None:
     folder = await taken(backend, 10)
-    newer = b'{"version": 2, "entries": "elsewhere"}'
+    newer = b'{"version": 3, "entries": "elsewhere"}'
     await backend.put("run.json", newer)
-    with pytest.raises(FormatVersionError, match=rf"{URL}/run.json has version 2"):
+    with pytest.raises(FormatVersionError, match=rf"{URL}/run.json has version 3"):
         await Folder(backend, URL).take(None)
     with pytest.raises(FormatVersionError):
         await folder.change(with_steps(20))

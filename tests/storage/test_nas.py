@@ -292,13 +292,14 @@ async def test_a_commit_does_not_believe_a_list(place: Place, tmp_path: Path, la
             file.truncate(2 * MIB)
         listed = await late.list()
         assert {info.key: info.nbytes for info in listed}[key] == len(b"short"), "the list is old"
-        receipt = cast("Any", SimpleNamespace(files=[SimpleNamespace(kind=0, stored_nbytes=2 * MIB)]))
-        nothing = cast("Any", SimpleNamespace(files=[]))
+        written = SimpleNamespace(kind=0, own_nbytes=2 * MIB, kept=())
+        receipt = cast("Any", SimpleNamespace(files=[written], refers=()))
+        nothing = cast("Any", SimpleNamespace(files=[], refers=()))
         messages = [encode_written(nothing, bytes(16), 7), encode_written(receipt, bytes(16), 7)]
         for known in (listed, [info for info in listed if info.key != key]):
             await check_written(late, "path", decode_written(messages), known, operation, encoded=False)
         for wrong in (2 * MIB - 1, 2 * MIB + 1):
-            receipt.files[0].stored_nbytes = wrong
+            written.own_nbytes = wrong
             messages[1] = encode_written(receipt, bytes(16), 7)
             with pytest.raises(StorageError, match="not there as they were written"):
                 await check_written(late, "path", decode_written(messages), listed, operation, encoded=False)

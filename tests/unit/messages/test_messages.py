@@ -43,10 +43,12 @@ from bcp._messages.coordination import (
 )
 from bcp._messages.doctor import DoorSign, Finding, Leaders, RankReport, Trial, Way, WholeVerdict
 from bcp._messages.planning import (
+    Base,
     BlockRuns,
     CatalogueColumns,
     CodecTrial,
     DifferingReplicas,
+    EqualBlocks,
     LoadAnswer,
     LoadRequestColumns,
     Opened,
@@ -246,7 +248,9 @@ EXAMPLES: list[Message] = [
     Table(b"catalogue", b"slots", "", bytes(20)),
     SurveyAnswer(bytes(16), bytes(8), bytes(4)),
     Share(bytes(8), b"", bytes(16), 128, bytes(32)),
-    Written(bytes(16), 1000, bytes(18)),
+    EqualBlocks(3, 4),
+    Base(1000, "0123456789abcdef", 3, (500, 1000)),
+    Written(bytes(16), 1000, bytes(18), bytes(9), (500,)),
     Opened("00-1-2-01", b"metadata"),
     BlockRuns(3, b"columns"),
     LoadRequestColumns(3, bytes(8), "", b"runs"),
@@ -453,7 +457,7 @@ def test_no_pattern_lets_a_line_break_pass() -> None:
 
 
 def test_a_file_of_no_known_kind_is_refused() -> None:
-    known, unknown = Written(bytes(16), 7, b"\3" + bytes(8)), Written(bytes(16), 7, b"\4" + bytes(8))
+    known, unknown = (Written(bytes(16), 7, kind + bytes(8), b"", ()) for kind in (b"\3", b"\4"))
     assert decode_written([known.encode(), known.encode()]) == [known, known]
     with pytest.raises(MessageError, match="Written of rank 1 cannot be decoded"):
         decode_written([known.encode(), unknown.encode()])

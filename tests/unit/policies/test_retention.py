@@ -282,3 +282,12 @@ def test_checkpoints_that_a_run_did_not_resume_from_take_no_place() -> None:
     assert doomed(entries, Latest(1), NOW, distrusted={20, 30, 40}) == [10, 20, 30]
     verified = [replace(entry, trust="verified") if entry.step in (10, 40) else entry for entry in entries]
     assert doomed(verified, Latest(1), NOW, distrusted={40}) == [15, 20]
+
+
+def test_what_a_kept_checkpoint_refers_to_is_kept() -> None:
+    refers = {50: (40, 10), 40: (20,), 30: (20,), 20: (), 10: ()}
+    entries = [Entry(step=step, committed=0.0, refers=refers[step]) for step in refers]
+    assert doomed(entries, Latest(1), now=0.0) == [30]  # 40 is kept for 50, and 20 for 40
+    assert doomed(entries, Latest(2), now=0.0) == [30]
+    assert doomed([entry for entry in entries if entry.step < 50], Latest(1), now=0.0) == [10, 30]
+    assert doomed(entries[3:], Latest(1), now=0.0, needed={10}) == []

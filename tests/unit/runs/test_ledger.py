@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bcp.errors import CorruptError, FormatVersionError, InputError
 from bcp.policies import Entry
-from bcp.runs.ledger import LARGEST_STEP, MOST_BYTES, VERSION, Ledger, Life, Removal
+from bcp.runs.ledger import LARGEST_STEP, MOST_BYTES, WITH_REFERENCES, Ledger, Life, Removal
 
 EMPTY = Ledger(run_id="pretrain", owner="a1")
 FULL = (
@@ -246,8 +246,8 @@ def test_unknown_fields_are_left_out_and_whole_numbers_are_floats() -> None:
 
 
 def test_a_newer_version_is_told_apart_whatever_else_it_has() -> None:
-    data = json.dumps({"version": VERSION + 1, "checkpoints": "elsewhere"}).encode()
-    with pytest.raises(FormatVersionError, match=r"run.json has version 2, and this bcp knows 1"):
+    data = json.dumps({"version": WITH_REFERENCES + 1, "checkpoints": "elsewhere"}).encode()
+    with pytest.raises(FormatVersionError, match=r"run.json has version 3, and this bcp knows 2"):
         Ledger.from_bytes(data, "run.json")
 
 

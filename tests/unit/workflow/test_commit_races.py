@@ -57,7 +57,7 @@ def saver(inner: Backend, unchanging: bytes, *, overwrite: bool) -> Callable[[Tu
         )
         watch = SimpleNamespace(trace="")
         facts = {"rank": 0, "backend": backend, "path": "the path", "options": options, "watch": watch}
-        job = cast("Any", SimpleNamespace(**facts, permit=None, metrics={}, names=None))
+        job = cast("Any", SimpleNamespace(**facts, permit=None, metrics={}, names=None, earlier=None, beside=None))
         async with undone_on_error(job) as undo:
             opened, answer = await open_save(Target.of(job), "torch", [bytes(16)])
             opening = Opening.decode(answer)
@@ -67,8 +67,8 @@ def saver(inner: Backend, unchanging: bytes, *, overwrite: bool) -> Callable[[Tu
                 async with backend.open_write(data_key(0, 0, opening.operation, encoded=False), 4) as writer:
                     await writer.write_part(0, 0, b"data")
                 await backend.put(receipt_key(0, opening.operation), b"receipt")
-            files = [SimpleNamespace(kind=0, stored_nbytes=4)]
-            receipt = cast("Any", SimpleNamespace(files=files))
+            files = [SimpleNamespace(kind=0, own_nbytes=4, kept=())]
+            receipt = cast("Any", SimpleNamespace(files=files, refers=()))
             await Planned(opened, unchanging).commit(undo, [encode_written(receipt, receipt_digest(b"receipt"), 7)])
         return opening
 
