@@ -7,7 +7,7 @@ import random
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,11 @@ from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
 import bcp
+from bcp import _save as saving
+from bcp._save import keeping, leader
 from bcp.backends import resolve
 from bcp.coordinators.local import memory_coordinators
+from bcp.format.metadata import METADATA_KEY, decode_metadata
 
 __all__ = ["CASES", "FRAMEWORKS", "MEGATRON", "STORE", "Case", "codecs_of", "copy_in"]
 
@@ -309,6 +312,37 @@ def imported(path: Path, _: Pool) -> Written:
     return [Expected(hub, folder="hub"), of_dcp], {}
 
 
+def since(path: Path, _: Pool) -> Written:
+    """Let a run save four steps, which store what has changed: version 3. Blocks have 4 KiB, so that few bytes do."""
+    model = {"frozen": numbers("frozen", (5, 1024)), "late": numbers("late", (3, 1024)), "head": numbers("head", (9,))}
+    parts, states = [], {"model": model, "extra_states": {"progress": {"step": 0}, "rng": bcp.RngState()}}
+    small = [mock.patch.object(module, "BLOCK_BYTES", 4096) for module in (saving, leader, keeping)]
+    with ExitStack() as stack:
+        for patch in [*small, mock.patch("socket.gethostname", return_value="golden"), seeded()]:
+            stack.enter_context(patch)
+        options = {"run_id": "golden", "save_options": jobs.options()}
+        job = stack.enter_context(bcp.Run(str(path), states, save=1, keep=9, since="auto", **options))
+        job.resume()
+        for step in (1, 2, 3, 4):
+            model["head"].copy_(numbers(f"step {step}", (9,)))
+            if step == 2:
+                model["late"].copy_(numbers("later", (3, 1024)))
+            states["extra_states"]["progress"]["step"] = step
+            tensors = {f"model/{name}": tensor.clone() for name, tensor in model.items()}
+            state = described({"progress": {"step": step}, "rng": random_states()})
+            pending = job.maybe_save(step)
+            assert pending is not None
+            pending.wait()
+            parts.append(Expected(tensors, extras={"extra_states": state}, folder=f"step-{step:08d}"))
+    refers = {each.folder: list(decode_metadata(_metadata(path / each.folder), "").commit.refers) for each in parts}
+    assert [*refers.values()] == [[], [1], [1, 2], [1, 2]]
+    return parts, {"refers": refers}
+
+
+def _metadata(path: Path) -> bytes:
+    return (path / METADATA_KEY).read_bytes()
+
+
 def run(path: Path, _: Pool) -> Written:
     """Let a run save steps 1 to 3 in two lives; mark and pin some of them."""
     parts, facts = [], {"resumes": 2, "latest": "step-00000002", "entries": [], "total_lives": 2}
@@ -468,6 +502,7 @@ CASES: dict[str, Case] = {
     "store": Case("Objects of an object store, copied to a directory.", store),
     "run": Case("The folder of a run: three steps in two lives, with metrics, marks and a pin.", run),
     "run-metrics": Case("The same; each checkpoint has the metrics of its step, too.", run),
+    "since": Case("The folder of a run whose steps refer to earlier ones: version 3.", since),
     "imported": Case("Folders of Hugging Face and of DCP, imported without a copy.", imported, is_foreign=True),
     "recorded": Case("A checkpoint with recordings of its save and of a load.", recorded),
     "many-ranks": Case(

@@ -133,6 +133,23 @@ def test_a_run_resumes_and_its_ledger_is_kept(tmp_path: Path) -> None:
     assert [life["ended"] for life in ledger["lives"]] == ["finished"] * 3
 
 
+def test_steps_that_refer_to_others_are_copied_whole_and_a_run_goes_on(tmp_path: Path) -> None:
+    run, record = copied("since", tmp_path / "run"), read(DATA / "since")
+    assert {name: list(bcp.Checkpoint(run / name).refers) for name in record.facts["refers"]} == record.facts["refers"]
+    bcp.tools.copy(run / "step-00000004", tmp_path / "whole")
+    states = {"model": {"frozen": torch.zeros(5, 1024), "late": torch.zeros(3, 1024), "head": torch.zeros(9)}}
+    states["extra_states"] = {"progress": {"step": 0}, "rng": bcp.RngState()}
+    options = {"load_options": bcp.LoadOptions(record=False), "save_options": jobs.options()}
+    with seeded(), bcp.Run(run, states, save=1, keep=1, since="auto", **options) as job:
+        assert job.resume() == 4
+        job.maybe_save(5)  # blocks have another size now, so that it is full
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-00000005"]
+    shutil.rmtree(run)
+    (expected,) = (part for part in record.parts if part.folder == "step-00000004")
+    for (kind, fqn), tensor in read_checkpoint(tmp_path / "whole").items():
+        assert tensor.data.tobytes() == flat_bytes(expected.tensors[f"{kind}/{fqn}"]).numpy().tobytes()
+
+
 def test_a_report_reads_the_recordings() -> None:
     report, facts = bcp.report(DATA / "recorded" / "checkpoint"), read(DATA / "recorded").facts
     assert not report.unreadable

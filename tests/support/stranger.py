@@ -27,7 +27,9 @@ class Tensor(NamedTuple):
 def read_tables(path: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
     """Return the rows of every table by its name, and the commit's facts if there are any."""
     data = path.read_bytes()
-    assert data[-8:] in (b"BCPMETA\x01", b"BCPMETA\x02", b"BCPRCPT\x01"), f"{path} is in another format"
+    assert data[-8:] in (*(b"BCPMETA%c" % n for n in (1, 2, 3)), b"BCPRCPT\x01", b"BCPRCPT\x02"), (
+        f"{path} is in another format"
+    )
     source, tables, facts = io.BytesIO(data[:-24]), {}, {}
     while source.tell() < len(data) - 24:
         table = pa.ipc.open_stream(source).read_all()
@@ -42,9 +44,31 @@ def read_tables(path: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, 
     return tables, facts
 
 
+def read_image(path: Path, kind: int, rank: int, operation: str) -> bytes:
+    """Return a data file as if it were whole; earlier checkpoints may have some of its blocks."""
+    receipt = read_tables(next(path.glob(f"receipts/*{rank:05d}-{operation}.arrow")))[0]
+    (row,) = (row for row, file in enumerate(receipt["files"]) if file["kind"] == kind)
+    kept = {run["first"]: run for run in receipt.get("kept", []) if run["file"] == row}
+    own = (path / KINDS[kind] / f"{rank:05d}-{operation}.{'bcp' if kept else 'safetensors'}").read_bytes()
+    first = sum(file["blocks"] for file in receipt["files"][:row])
+    lengths = [block["stored_length"] for block in receipt["blocks"][first : first + receipt["files"][row]["blocks"]]]
+    image, at, block = b"", 0, 0
+    while block < len(lengths):
+        run = kept.get(block, {"count": 0})
+        nbytes = sum(lengths[block : block + max(run["count"], 1)])
+        if run["count"]:
+            name = f"{run['rank']:05d}-{run['operation']}.{'bcp' if run['packed'] else 'safetensors'}"
+            there = (path.parent / f"step-{run['step']:08d}" / KINDS[run["kind"]] / name).read_bytes()
+            image += there[run["start"] : run["start"] + nbytes]
+        else:
+            image, at = image + own[at : at + nbytes], at + nbytes
+        block += max(run["count"], 1)
+    return image
+
+
 def read_section(path: Path, row: dict[str, Any], writers: list[str]) -> bytes:
     """Return the data section of one data file, given by its kind and rank."""
-    image = (path / KINDS[row["kind"]] / f"{row['rank']:05d}-{writers[row['rank']]}.safetensors").read_bytes()
+    image = read_image(path, row["kind"], row["rank"], writers[row["rank"]])
     safetensors.deserialize(image)  # it is a valid safetensors file
     return image[8 + int.from_bytes(image[:8], "little") :]
 

@@ -39,7 +39,11 @@ def same(one: Path, two: Path) -> bool:
     return names == files(two) and filecmp.cmpfiles(one, two, names, shallow=False) == (names, [], [])
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.tar and not case.is_foreign])
+COPIED = [name for name, case in CASES.items() if not case.tar and not case.is_foreign and name != "since"]
+"""Copies of checkpoints with references are other files: they are whole."""
+
+
+@pytest.mark.parametrize("name", COPIED)
 def test_golden_checkpoints_are_copied_byte_for_byte(tmp_path: Path, name: str) -> None:
     for number, part in enumerate(read(DATA / name).parts):
         source, target = DATA / name / "checkpoint" / part.folder, tmp_path / str(number)
