@@ -81,7 +81,7 @@ def test_a_save_that_never_committed(checkpoint: Path) -> None:
     refused(checkpoint, bcp.UncommittedError, rf"a save that never committed \({count - 1} files, no metadata\.arrow\)")
 
 
-@pytest.mark.parametrize("version", [0, 3, 255])
+@pytest.mark.parametrize("version", [0, 4, 255])
 def test_an_unknown_version_of_the_format(checkpoint: Path, version: int) -> None:
     file = checkpoint / "metadata.arrow"
     file.write_bytes(file.read_bytes()[:-1] + bytes([version]))
