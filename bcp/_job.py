@@ -61,8 +61,8 @@ class Earlier(Protocol):
     async def protects(self, steps: Collection[int]) -> bool:
         """Note that the save may refer to these steps; return whether all of them can be trusted. On rank 0 only."""
 
-    async def confirm(self, steps: Collection[int]) -> None:
-        """Raise StorageError if one of the steps is not there any more. On rank 0, just before the commit."""
+    async def gone(self, steps: Collection[int]) -> str:
+        """Say which of the steps is not there any more; "" for none. On rank 0, before the commit and behind it."""
 
     async def folder(self, name: str) -> Backend:
         """Return storage over a folder of the run; it need not be closed."""

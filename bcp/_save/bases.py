@@ -60,5 +60,7 @@ async def _found(earlier: Earlier, layout: bytes) -> Base | None:
     refers = (*commit.refers, step)
     if not await earlier.protects(refers):
         return None
-    await earlier.confirm(refers)  # it is protected from here on, and was it before?
+    if gone := await earlier.gone(refers):  # they are protected from here on, and were they before?
+        log.warning("a save stores everything, for the checkpoint before has gone", error=gone)
+        return None
     return Base(step, commit.operation, commit.since_full + 1, refers)

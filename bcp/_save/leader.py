@@ -308,8 +308,8 @@ class Committing:
         target, opening = opened.target, opened.opening
         if target.permit is not None:
             await target.permit.commit()
-        if target.earlier is not None:
-            await target.earlier.confirm(self._refers())
+        if target.earlier is not None and (gone := await target.earlier.gone(self._refers())):
+            raise StorageError(f"{gone}. Nothing is committed; the next save stores everything")
         undo.send(opened.old.operation)
         data = encode_metadata(self.planned.layout, self._record())
         try:
@@ -319,6 +319,7 @@ class Committing:
         if version is None:
             version = await undo.settle(target.backend, opening.version)
         await self._check_place(version)
+        await self._check_bases(version)
         all_nbytes = await in_thread_gc_paused(data_nbytes, self.written)
         return Done(self, all_nbytes)
 
@@ -340,8 +341,32 @@ class Committing:
         )
 
     def _refers(self) -> tuple[int, ...]:
-        """Return the steps to which the files of any rank refer."""
-        return tuple(sorted({step for written in self.written for step in written.refers}))
+        """Return the steps to which the files of any rank refer.
+
+        Packed files that lack nothing refer to none. The base stands for them: readers have to know their form.
+        """
+        steps = {step for written in self.written for step in written.refers}
+        if self.planned.base is not None and any(written.packed for written in self.written):
+            steps = steps or {self.planned.base.step}
+        return tuple(sorted(steps))
+
+    async def _check_bases(self, version: Version) -> None:
+        """Take the commit back if a checkpoint to which it refers has gone meanwhile.
+
+        Whoever deletes a checkpoint first withdraws or replaces its metadata, and then looks for commits that refer to
+        it. So one of the two sees the other.
+        """
+        opened = self.planned.opened
+        target, operation = opened.target, opened.opening.operation
+        if target.earlier is None:
+            return
+        try:
+            gone = await target.earlier.gone(self._refers())
+        except StorageError as error:  # storage has carried the commit out before
+            log.warning("bases were not looked at again", path=target.path, operation=operation, error=repr(error))
+            return
+        if gone and not await put_back(target.backend, opened.old, version):
+            raise StorageError(f"{gone}. The commit was taken back; the next save stores everything")
 
     async def _check_place(self, version: Version) -> None:
         """Check that the metadata was put beside the data: somebody may have moved the directory away meanwhile."""

@@ -10,7 +10,7 @@ from bcp._job import Earlier
 from bcp.backends import resolve
 from bcp.backends.cold import ColdPlaces
 from bcp.backends.cooled import cooled_child
-from bcp.errors import InputError, StorageError
+from bcp.errors import InputError
 from bcp.format.metadata import METADATA_KEY
 from bcp.format.receipt import Receipt
 from bcp.options import SaveOptions
@@ -99,20 +99,21 @@ class _Earlier:
             return False
         return await keeper.protects(self._step, steps)
 
-    async def confirm(self, steps: Collection[int]) -> None:
+    async def gone(self, steps: Collection[int]) -> str:
         """Compare the metadata of the steps with those of the first call."""
         for step in steps:
             name = step_name(step)
             version = await (await self.folder(name)).version(METADATA_KEY)
             if version is None or self._versions.setdefault(step, version) != version:
                 what = "is not there" if version is None else "was replaced"
-                raise StorageError(
+                return (
                     f"step {self._step} refers to {name}, which {what}: somebody has deleted or replaced it while the "
-                    "run saved. Nothing is committed; the next save stores everything"
+                    "run saved"
                 )
         keeper = self._bases.keeper()
         if keeper is not None:
             keeper.will_refer(self._step, steps)
+        return ""
 
     async def folder(self, name: str) -> Backend:
         return await self._bases.folder(name)

@@ -40,6 +40,9 @@ def _save(path: Path, steps: list[int], change: str) -> tuple[Facts, float]:
         run.resume()
         for step in steps:
             model["head"].to_local().fill_(step)
+            if change == "all":
+                model["frozen"].to_local().add_(1)
+                model["same"].to_local().add_(1)
             if change == "rank 2" and dist.get_rank() == 2:
                 model["frozen"].to_local().add_(1)
             pending = run.maybe_save(step)
@@ -56,6 +59,14 @@ def _load(path: Path) -> tuple[float, float]:
     model["frozen"] = distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(1)], src_data_rank=None)
     bcp.load(path, states)
     return float(model["frozen"].to_local().double().sum()), float(model["head"].to_local()[0, 0])
+
+
+def test_all_blocks_of_all_ranks_change(ranks4: Ranks, tmp_path: Path) -> None:
+    found = ranks4.run(_save, tmp_path, [1, 2, 3, 4], "all")
+    loaded = ranks4.run(_load, tmp_path / "step-00000004")
+    assert sum(total for total, _ in loaded) == sum(total for _, total in found)
+    for step in range(1, 5):
+        assert bcp.Checkpoint(tmp_path / f"step-{step:08d}").verify()
 
 
 @pytest.mark.parametrize("change", ["none", "rank 2"])

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from anyio import to_thread
 from logs import captured_logs
 from safetensors.torch import load_file
 from torch import nn
@@ -24,6 +25,7 @@ from bcp._save import bases as rules
 from bcp.backends import LocalBackend, MemoryBackend, child
 from bcp.format.metadata import METADATA_KEY, decode_metadata, encode_metadata, stored_layout
 from bcp.format.receipt import decode_receipt, encode_receipt, receipt_digest
+from bcp.runs.bases import _Earlier
 from bcp.runs.folder import Folder
 from bcp.runs.keeper import Keeper
 
@@ -205,6 +207,59 @@ def test_files_whose_blocks_all_change_are_plain_ones(tmp_path: Path) -> None:
     assert refers(tmp_path / name(3)) == ()
 
 
+@pytest.mark.parametrize("keep", [1, 100])
+def test_states_whose_blocks_have_all_changed_load(tmp_path: Path, keep: int) -> None:
+    """Files are packed before it is known that they lack nothing: step 2, and the first save of each later life."""
+    truth = dict[int, dict[str, torch.Tensor]]()
+
+    def change(model: dict[str, torch.Tensor], step: int) -> None:
+        for n in range(FROZEN):
+            model[f"w{n}"].fill_(10 * step + n)
+
+    for steps in ((1, 2), (3,), (4, 5), (6,)):
+        life(tmp_path, *steps, truth=truth, change=change, keep=keep)
+    assert name(6) in folders(tmp_path)
+    for step in folders(tmp_path):
+        assert equal(loaded(tmp_path / step), truth[int(step[-8:])])
+        with bcp.Checkpoint(tmp_path / step) as checkpoint:
+            assert checkpoint.verify()
+    bcp.tools.copy(tmp_path / name(6), tmp_path / "copy")
+    assert equal(loaded(tmp_path / "copy"), truth[6])
+
+
+def test_a_state_that_changes_whole_once_after_it_was_kept(tmp_path: Path) -> None:
+    truth = dict[int, dict[str, torch.Tensor]]()
+
+    def change(model: dict[str, torch.Tensor], step: int) -> None:
+        if step == 4:
+            for n in range(FROZEN):
+                model[f"w{n}"].fill_(77)
+
+    life(tmp_path, 1, 2, 3, 4, 5, 6, truth=truth, change=change)
+    for step, model in truth.items():
+        assert equal(loaded(tmp_path / name(step)), model)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_trained_model_comes_back_life_after_life(tmp_path: Path, *, frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 600))
+    model[0].requires_grad_(not frozen)
+    states = {"model": model, "optimizer": torch.optim.AdamW(model[1 if frozen else slice(None)].parameters())}
+    for life_number in range(4):
+        with bcp.Run(tmp_path, states, save=1, keep=1, since="auto") as run:
+            assert run.resume() == 2 * life_number
+            for step in (2 * life_number + 1, 2 * life_number + 2):
+                model(torch.randn(4, 1024)).square().mean().backward()
+                states["optimizer"].step()
+                run.maybe_save(step)
+        before = copied(model.state_dict())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        bcp.load(tmp_path / name(2 * life_number + 2), states)
+        assert equal(model.state_dict(), before)
+
+
 def test_another_layout_is_saved_in_full(run: Path) -> None:
     model = blocks() | {"more": torch.zeros(5)}
     with bcp.Run(
@@ -256,6 +311,41 @@ def test_a_base_that_goes_while_the_save_runs_fails_the_save(run: Path) -> None:
     assert not (run / name(4) / METADATA_KEY).exists()
     assert refers(run / name(5)) == ()
     assert equal(loaded(run / name(5)), model)
+
+
+@pytest.mark.parametrize("door", ["overwrite", "edit", "copy", "remove"])
+def test_a_base_that_goes_just_before_the_commit_takes_it_back(tmp_path: Path, door: str) -> None:
+    """Nobody else refers to it yet. The save looks before its commit and behind it."""
+    run, other, truth = tmp_path / "run", tmp_path / "other", dict[int, dict[str, torch.Tensor]]()
+    life(run, 1, truth=truth)
+    bcp.save(other, {"model": {"x": torch.ones(3)}})
+    base, calls = run / name(1), list[int]()
+    doors = {
+        "overwrite": lambda: bcp.save(base, {"model": {"x": torch.ones(3)}}, overwrite=True),
+        "edit": lambda: bcp.tools.edit(base, drop=["w*"]),
+        "copy": lambda: bcp.tools.copy(other, base, overwrite=True),
+        "remove": lambda: bcp.tools.remove(base, force=True),
+    }
+    gone = _Earlier.gone
+
+    async def then_through_the_door(self: _Earlier, steps: Any) -> str:
+        words = await gone(self, steps)
+        calls.append(1)
+        if len(calls) == 2:  # behind the look just before the commit
+            await to_thread.run_sync(doors[door])
+        return words
+
+    model = blocks()
+    with (
+        mock.patch.object(_Earlier, "gone", then_through_the_door),
+        bcp.Run(run, {"model": model}, save=1, keep=100, since="auto", tolerate=9) as training,
+    ):
+        assert training.resume() == 1
+        with pytest.raises(bcp.StorageError, match=r"step 2 refers to step-00000001, which .*taken back"):
+            training.maybe_save(2).wait()  # type: ignore[union-attr] -- it begins a save
+        training.maybe_save(3)
+    assert not (run / name(2) / METADATA_KEY).exists()
+    assert equal(loaded(run / name(3)), model)
 
 
 # -- what must not be read wrongly ----------------------------------------------------------------------
