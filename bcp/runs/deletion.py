@@ -43,7 +43,7 @@ async def delete_checkpoint(backend: Backend, name: str, commit: Version, places
         return
     roles = [key for key in keys if key != METADATA_KEY and key.rpartition("/")[2] == METADATA_KEY]
     await withdraw(view, dict.fromkeys(roles))
-    # the ledger has said that no step refers to this one
+    # the caller has read the ledger and the commits: no step refers to this one
     await delete_unnamed(view, [key for key in keys if key != METADATA_KEY], is_needed=False)
     if commit and name not in await folders_of(backend):
         return

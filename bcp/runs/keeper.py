@@ -28,6 +28,7 @@ from bcp.runs.candidates import UNCOMMITTED, Candidate, Goal, candidates
 from bcp.runs.clock import RunClock
 from bcp.runs.folder import Folder
 from bcp.runs.ledger import Ledger, Saving
+from bcp.runs.references import StoredReferences
 from bcp.runs.resuming import Candidates, Choice, Resumed
 from bcp.runs.roles import Roles, has_roles
 from bcp.runs.uploads import Uploads
@@ -66,6 +67,7 @@ class Keeper:
         self._replaced: set[int] = set()
         self._unnoted: dict[int, tuple[float, Mapping[str, float]]] = {}
         self._refers: dict[int, tuple[int, ...]] = {}
+        self._stored = StoredReferences(folder)
         self._complained = self._has_told = False
         self._clock = RunClock()
         self.began = time.monotonic()
@@ -203,10 +205,16 @@ class Keeper:
             steps.discard(step)
         ledger = await self._note(partial(self._after_commit, step))
         self._left_behind = set()
+        if (entry := ledger.entry(step)) is not None:
+            self._stored.note(step, entry.refers)
         self._complain_if_none(ledger, now)
         untouched = self._untouched_now(ledger)
         gone = await self._given_up(ledger, now)
         leaving = [old for old in gone if old < step and old not in untouched]
+        if leaving:
+            staying = {entry.step for entry in ledger.entries}.difference(leaving)
+            needed = await self._stored.needed(leaving, staying)
+            leaving = [old for old in leaving if old not in needed]
         await self._remove(reversed(leaving) if ledger.referred() else leaving)  # a step goes before those it refers to
         left = [old for old in await self._folder.leftovers(live) if old < step and old not in untouched]
         for old in left:

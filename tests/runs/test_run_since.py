@@ -538,6 +538,40 @@ def test_a_lost_ledger_loses_no_base(
     assert equal(loaded(run / name(3)), truth[3])
 
 
+def test_an_older_ledger_that_was_put_back_loses_no_base(
+    tmp_path: Path, truth: dict[int, dict[str, torch.Tensor]]
+) -> None:
+    """It knows of the steps, and not that they refer to others."""
+    life(tmp_path, 1, 2, 3, 4, truth=truth, since=None)
+    old = (tmp_path / "run.json").read_bytes()
+    life(tmp_path, 2, 3, 4, truth=truth, resume={"step": 1})
+    assert refers(tmp_path / name(4)) == (1,)
+    (tmp_path / "run.json").write_bytes(old)
+    bcp.tools.pin(tmp_path, 4)
+    life(tmp_path, 5, 6, 7, truth=truth, keep=2, since=None)
+    assert folders(tmp_path) == [name(1), name(4), name(6), name(7)]
+    assert equal(loaded(tmp_path / name(4)), truth[4])
+
+
+def test_a_commit_that_cannot_be_read_lets_everything_stay(run: Path) -> None:
+    """It may refer to any step. A damaged one refers to nothing, for nobody can load it."""
+    read = Folder.read_commit
+
+    async def failing(self: Folder, folder: str) -> Any:
+        if folder == name(2):
+            raise bcp.StorageError("no answer")
+        return await read(self, folder)
+
+    bcp.tools.pin(run, 2)
+    with mock.patch.object(Folder, "read_commit", failing):
+        life(run, 4, 5, 6, keep=1, since=None)
+    assert folders(run) == [name(step) for step in range(1, 7)]
+    path = run / name(2) / METADATA_KEY
+    path.write_bytes(path.read_bytes()[:-30])
+    life(run, 7, keep=1, since=None)
+    assert name(6) not in folders(run)
+
+
 def test_a_job_that_dies_between_commit_and_ledger_loses_no_base(run: Path) -> None:
     async def nothing(*_: object) -> None:
         pass
