@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from bcp._log import log
 from bcp.backends import resolve
 from bcp.backends.cold import STEP_FOLDER, ColdPlaces, OpenPlace, cold_name, hot_name
 from bcp.backends.local import LocalBackend
+from bcp.backends.passing import PassingBackend
 from bcp.backends.prefixed import child
 from bcp.backends.scattered import read_scattered
 from bcp.format.metadata import owner_of
@@ -20,13 +20,7 @@ from bcp.protocols import (
     Backend,
     Buffer,
     ObjectInfo,
-    PartWriter,
     RetryPolicy,
-    Sweeper,
-    Unfinished,
-    Version,
-    at_once_of,
-    folders_of,
     retries_of,
 )
 from bcp.runtime.threads import in_thread
@@ -92,7 +86,7 @@ def cooled(
     return CooledBackend(backend, side, closes=True)
 
 
-class CooledBackend:
+class CooledBackend(PassingBackend):
     """A view of a checkpoint's folder. It reads and lists both sides, deletes on both, and writes to the folder alone.
 
     The cold side is asked for files that are missing here, so a checkpoint without such files costs no request more.
@@ -107,23 +101,20 @@ class CooledBackend:
             closes: whether :meth:`aclose` closes the folder and the cold places.
 
         """
-        self.hot = hot
+        super().__init__(hot)
         self._find, self._closes = side, closes
         self._found: dict[str, tuple[OpenPlace, Backend]] = {}
 
-    def __repr__(self) -> str:
-        return repr(self.hot)
+    @property
+    def hot(self) -> Backend:
+        """Storage under the path."""
+        return self.whole
 
     @property
     def retry_count(self) -> int:
         """How many requests both sides have made again."""
         places = {id(place.backend): place.backend for place, _ in self._found.values()}
         return retries_of(self.hot) + sum(map(retries_of, places.values()))
-
-    @property
-    def at_once(self) -> int:
-        """How many parts or reads the folder's backend likes to have under way."""
-        return at_once_of(self.hot)
 
     # -- both sides --------------------------------------------------------------------------------
 
@@ -198,42 +189,6 @@ class CooledBackend:
             await self.hot.aclose()
             if isinstance(self._find, tuple):
                 await self._find[0].aclose()
-
-    # -- the folder alone --------------------------------------------------------------------------
-
-    async def put(self, key: str, data: Buffer) -> None:
-        """Store a small object in the folder."""
-        await self.hot.put(key, data)
-
-    async def version(self, key: str) -> Version | None:
-        """Return the version of an object of the folder."""
-        return await self.hot.version(key)
-
-    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
-        """Store a small object in the folder if it is still the one that was found."""
-        return await self.hot.put_if(key, data, expected)
-
-    def open_write(self, key: str, nbytes: int | None = None) -> AbstractAsyncContextManager[PartWriter]:
-        """Write a large object to the folder."""
-        return self.hot.open_write(key, nbytes)
-
-    async def folders(self, prefix: str = "") -> Sequence[str]:
-        """List folders below the folder."""
-        return await folders_of(self.hot, prefix)
-
-    async def unfinished(self) -> Sequence[Unfinished]:
-        """List the unfinished writes of the folder."""
-        return await self.hot.unfinished() if isinstance(self.hot, Sweeper) else []
-
-    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
-        """Remove unfinished writes of the folder."""
-        if isinstance(self.hot, Sweeper):
-            await self.hot.discard(unfinished)
-
-    async def is_sealed(self, key: str) -> bool:
-        """Whether nobody may write to an object of the folder, if its backend knows."""
-        is_sealed = getattr(self.hot, "is_sealed", None)
-        return is_sealed is not None and bool(await is_sealed(key))
 
     async def side(self) -> Side | None:
         """Return the cold places of the run, and the name of the folder in it; None without a folder above."""

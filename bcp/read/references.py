@@ -8,8 +8,8 @@ nothing of references.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 
+from bcp.backends.passing import PassingBackend
 from bcp.backends.scattered import read_scattered
 from bcp.backends.siblings import folder_name, sibling
 from bcp.errors import CorruptError, InputError
@@ -20,22 +20,13 @@ from bcp.format.receipt import FileReceipt, Receipt
 from bcp.plan.shards import KINDS
 from bcp.protocols import (
     Backend,
-    Buffer,
-    ObjectInfo,
-    PartWriter,
-    Sweeper,
-    Unfinished,
-    Version,
-    at_once_of,
-    folders_of,
-    retries_of,
 )
 from bcp.read.receipts import fetch_receipts
 
 __all__ = ["ReferringBackend"]
 
 
-class ReferringBackend:
+class ReferringBackend(PassingBackend):
     """A view of a checkpoint with references. Packed files are read as whole ones; all else is that of the backend."""
 
     def __init__(
@@ -50,29 +41,13 @@ class ReferringBackend:
             beside: view of the storage that knows what is beside the checkpoint; None: ``own``.
 
         """
-        self.own, self._beside = own, own if beside is None else beside
+        super().__init__(own)
+        self._beside = own if beside is None else beside
         self._metadata, self._receipts = metadata, receipts
         self._files: dict[str, tuple[str, FileReceipt | None]] = {}
         self._folders: dict[int, Backend] = {}
 
-    def __repr__(self) -> str:
-        return repr(self.own)
-
-    @property
-    def retry_count(self) -> int:
-        """How many requests the backend has made again."""
-        return retries_of(self.own)
-
-    @property
-    def at_once(self) -> int:
-        """How many reads the backend likes to have under way."""
-        return at_once_of(self.own)
-
     # -- reads of data -----------------------------------------------------------------------------
-
-    async def read_into(self, key: str, start: int, out: memoryview) -> None:
-        """Fill ``out`` from the whole file."""
-        await self.read_scattered(key, start, [out])
 
     async def read_scattered(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         """Fill the buffers from the whole file.
@@ -81,7 +56,7 @@ class ReferringBackend:
         """
         stored, file = await self._file_of(key)
         if file is None:
-            await read_scattered(self.own, key, start, outs)
+            await read_scattered(self.whole, key, start, outs)
             return
         stop = start + sum(map(len, outs))
         parts = stretches(file.kept, file.blocks.stored_start, file.blocks.stored_length, start, stop)
@@ -89,7 +64,7 @@ class ReferringBackend:
             raise CorruptError(f"{key} has {file.stored_nbytes} bytes, and bytes {start} to {stop} were asked for")
         for part, views in zip(parts, cut(outs, [part.nbytes for part in parts]), strict=True):
             if part.run is None:
-                await read_scattered(self.own, stored, part.start, views)
+                await read_scattered(self.whole, stored, part.start, views)
             else:
                 await self._read_kept(key, part.run, part.start, views)
 
@@ -147,7 +122,7 @@ class ReferringBackend:
         if rank < self._metadata.layout.world_size and commit.operation_of(rank) == operation:
             receipt = self._receipts.get(rank)
             if receipt is None:
-                receipt = (await fetch_receipts(self.own, self._metadata, [rank]))[rank]
+                receipt = (await fetch_receipts(self.whole, self._metadata, [rank]))[rank]
             file = receipt.file(KINDS.index(kind))
             if file is not None and file.kept:
                 found = receipt.key_of(file), file
@@ -160,58 +135,11 @@ class ReferringBackend:
             folder = await sibling(self._beside, folder_name(step))
             if folder is None:
                 raise InputError(
-                    f"the checkpoint has blocks in {folder_name(step)} beside it, and {type(self.own).__name__} does "
+                    f"the checkpoint has blocks in {folder_name(step)} beside it, and {type(self.whole).__name__} does "
                     "not say what is beside it: pass a path or URL"
                 )
             self._folders[step] = folder
         return self._folders[step]
-
-    # -- all else ----------------------------------------------------------------------------------
-
-    async def get(self, key: str) -> Buffer:
-        """Read a small object whole."""
-        return await self.own.get(key)
-
-    async def version(self, key: str) -> Version | None:
-        """Return the version of an object."""
-        return await self.own.version(key)
-
-    async def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
-        """List the objects as they are stored."""
-        return await self.own.list(prefix)
-
-    async def folders(self, prefix: str = "") -> Sequence[str]:
-        """List folders of the checkpoint."""
-        return await folders_of(self.own, prefix)
-
-    async def put(self, key: str, data: Buffer) -> None:
-        """Store a small object."""
-        await self.own.put(key, data)
-
-    async def put_if(self, key: str, data: Buffer, expected: Version | None) -> Version | None:
-        """Store a small object if it is still the one that was found."""
-        return await self.own.put_if(key, data, expected)
-
-    def open_write(self, key: str, nbytes: int | None = None) -> AbstractAsyncContextManager[PartWriter]:
-        """Write a large object."""
-        return self.own.open_write(key, nbytes)
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects."""
-        await self.own.delete(keys)
-
-    async def unfinished(self) -> Sequence[Unfinished]:
-        """List the unfinished writes of the checkpoint."""
-        return await self.own.unfinished() if isinstance(self.own, Sweeper) else []
-
-    async def discard(self, unfinished: Sequence[Unfinished]) -> None:
-        """Remove unfinished writes of the checkpoint."""
-        if isinstance(self.own, Sweeper):
-            await self.own.discard(unfinished)
-
-    async def aclose(self) -> None:
-        """Close the backend."""
-        await self.own.aclose()
 
 
 def _lost(key: str, run: KeptRun, why: str) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from hostile import Evil
 from others import fully_sharded
 from ranks import Ranks
 from safetensors.torch import load_file
@@ -77,14 +76,6 @@ def test_an_import_with_a_copy_and_without(tmp_path: Path, copied: Callable[[str
     bcp.tools.import_files(folder, copy=False)
     assert not bcp.tools.diff(folder, tmp_path / "imported")
     assert bcp.Checkpoint(folder).user_metadata == bcp.Checkpoint(tmp_path / "imported").user_metadata
-
-
-class Evil:
-    def __init__(self, made: Path) -> None:
-        self.made = made
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.made),)
 
 
 def test_malicious_pickles_are_refused_by_name(copied: Callable[[str], Path], tmp_path: Path) -> None:

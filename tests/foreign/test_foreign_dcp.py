@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pathlib
 import pickle
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hostile import Evil
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import bcp
@@ -173,14 +173,6 @@ def placed(**changes: Any) -> Callable[[Any], None]:
         meta.storage_data = {index: replace(info, **changes) for index, info in meta.storage_data.items()}
 
     return change
-
-
-class Evil:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("protocol", range(6))

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from hostile import Evil, repickled
 
 import bcp
 
@@ -254,25 +255,10 @@ def test_a_folder_with_a_file_says_to_pass_it(tmp_path: Path) -> None:
 # -- hostile files --------------------------------------------------------------------------------
 
 
-class Evil:
-    """An object whose pickle makes a folder."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
 def rewritten(path: Path, data: bytes) -> Path:
     """Write a file of torch.save with another pickle."""
     torch.save({"w": torch.ones(4)}, path)
-    entries = {}
-    with zipfile.ZipFile(path) as archive:
-        entries = {info.filename: archive.read(info) for info in archive.infolist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name, body in entries.items():
-            archive.writestr(name, data if name.endswith("/data.pkl") else body)
+    repickled(path, data)
     return path
 
 
@@ -283,7 +269,7 @@ def rewritten(path: Path, data: bytes) -> Path:
 def test_nothing_of_a_hostile_pickle_is_called(tmp_path: Path, function: Callable[..., Any], protocol: int) -> None:
     made = tmp_path / "made"
     argument = str(made) if function is os.mkdir else f"__import__('os').mkdir({str(made)!r})"
-    path = rewritten(tmp_path / "evil.pt", pickle.dumps({"w": Evil(function, argument)}, protocol))
+    path = rewritten(tmp_path / "evil.pt", pickle.dumps({"w": Evil(argument, function)}, protocol))
     refused(path, "which bcp does not read; nothing of it was run")
     with pytest.raises(bcp.CheckpointError, match="nothing of it was run"):
         bcp.load(path, {"model": {"w": torch.zeros(4)}})

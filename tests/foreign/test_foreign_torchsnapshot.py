@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hostile import Evil
 from others import fully_sharded
 from ranks import Ranks
 from safetensors.torch import load_file
@@ -69,14 +69,6 @@ def test_an_import_with_a_copy_and_without(tmp_path: Path, copied: Callable[[str
     bcp.tools.import_files(folder, tmp_path / "imported")
     bcp.tools.import_files(folder, copy=False)
     assert not bcp.tools.diff(folder, tmp_path / "imported")
-
-
-class Evil:
-    def __init__(self, made: Path) -> None:
-        self.made = made
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.made),)
 
 
 def test_a_malicious_object_is_refused_by_name(copied: Callable[[str], Path], tmp_path: Path) -> None:

@@ -5,12 +5,9 @@ The oracles are training without shards, and DeepSpeed's own converters.
 
 from __future__ import annotations
 
-import io
-import os
 import pickle
 import random
 import shutil
-import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -23,6 +20,7 @@ import torch
 from any_to_any import How, Task, by_deepspeed, dtype_of, goes_on
 from exact import Exact, Twin, trained
 from fsdp1 import Layout
+from hostile import Evil, repickled
 from logical import State, differences, logical
 from ranks import Ranks
 from samples import sample
@@ -188,25 +186,6 @@ def changed(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     state = torch.load(path, weights_only=False)
     change(state)
     torch.save(state, path)
-
-
-def repickled(path: Path, pickled: bytes) -> None:
-    """Give a file of torch.save another pickle."""
-    with zipfile.ZipFile(path) as old:
-        entries = {name: old.read(name) for name in old.namelist()}
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as new:
-        for name, data in entries.items():
-            new.writestr(name, pickled if name.endswith("/data.pkl") else data)
-    path.write_bytes(made.getvalue())
-
-
-class Evil:
-    def __init__(self, made: Path) -> None:
-        self.made = made
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.made),)
 
 
 @pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "zero_pp_rank_3_mp_rank_00_optim_states.pt"])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import os
 import pickle
 import shutil
-import zipfile
 from pathlib import Path
-from typing import Any
 
 import megatron_jobs
 import megatron_own
 import pytest
+from hostile import Evil, repickled
 from logical import differences, hyper, logical
 from megatron_gpt import Layout, Net
 from ranks import Ranks
@@ -77,25 +74,6 @@ def test_buckets_of_the_distributed_optimizer_have_no_names(megatron4: Ranks, tm
     with pytest.raises(bcp.CheckpointError, match="dp_reshardable"):
         bcp.tools.import_files(tmp_path / "own", tmp_path / "imported")
     assert not (tmp_path / "imported" / "metadata.arrow").exists()
-
-
-class Evil:
-    def __init__(self, made: Path) -> None:
-        self.made = made
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.made),)
-
-
-def repickled(path: Path, pickled: bytes) -> None:
-    """Give a file of torch.save another pickle."""
-    with zipfile.ZipFile(path) as old:
-        entries = {name: old.read(name) for name in old.namelist()}
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as new:
-        for name, data in entries.items():
-            new.writestr(name, pickled if name.endswith("/data.pkl") else data)
-    path.write_bytes(made.getvalue())
 
 
 @pytest.mark.parametrize("file", ["common.pt", ".metadata"])
